@@ -380,11 +380,15 @@ void linear_tiles(const Matrix& matrix, const Rows& rows, int first, int last, f
     case Kind::bf16:
       return bf16_tiles(matrix, rows, first, last, out, stride);
     case Kind::q4:
+      if (matrix.zero_points)
+        return quantized_tiles<Shape<Kind::q4, 32, true, true>>(matrix, rows, first, last, out, stride);
       if (matrix.has_min) return quantized_tiles<Shape<Kind::q4, 32, true>>(matrix, rows, first, last, out, stride);
       return quantized_tiles<Shape<Kind::q4, 32, false>>(matrix, rows, first, last, out, stride);
     case Kind::q8:
       if (matrix.group == 16)
         return quantized_tiles<Shape<Kind::q8, 16, false>>(matrix, rows, first, last, out, stride);
+      if (matrix.zero_points)
+        return quantized_tiles<Shape<Kind::q8, 32, true, true>>(matrix, rows, first, last, out, stride);
       if (matrix.has_min) return quantized_tiles<Shape<Kind::q8, 32, true>>(matrix, rows, first, last, out, stride);
       return quantized_tiles<Shape<Kind::q8, 32, false>>(matrix, rows, first, last, out, stride);
   }

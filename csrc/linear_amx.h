@@ -108,7 +108,8 @@ struct GroupBatch {
     for (int i = 0; i < count; ++i, block += S::block_bytes) {
       const auto* halves = reinterpret_cast<const uint16_t*>(block + S::quant_bytes);
       const size_t at = size_t((first + i) / kPerScale) * 16;
-      const f32x16 scale = load_f16(halves), minimum = S::has_min ? load_f16(halves + kLanes) : f32x16{};
+      const f32x16 scale = load_f16(halves), stored = S::has_min ? load_f16(halves + kLanes) : f32x16{},
+                   minimum = S::zero_points ? stored * scale * splat(-1.0f) : stored;
       unroll<rows>([&](auto r) OUTRIDER_LAMBDA {
         acc[r] = fma(scale, product(products[i * strips + strip], r) * splat(x.scales[at + r]), acc[r]);
         if constexpr (S::has_min) acc[r] = fma(minimum, splat(x.totals[at + r]), acc[r]);

@@ -5,12 +5,13 @@
 namespace outrider::LEVEL {
 namespace {
 
-// Template parameters of the kernels: the kind of weights, inputs per group, with or without minima.
-template <Kind kind_, int group_, bool has_min_>
+// Template parameters of the kernels: the kind of weights, inputs per group, with or without minima. Zero points are
+// minima divided by minus the scale.
+template <Kind kind_, int group_, bool has_min_, bool zero_points_ = false>
 struct Shape {
   static constexpr Kind kind = kind_;
   static constexpr int group = group_;
-  static constexpr bool has_min = has_min_;
+  static constexpr bool has_min = has_min_, zero_points = zero_points_;
   static constexpr int quant_bytes = kind == Kind::q4 ? group * 8 : group * 16;
   static constexpr int block_bytes = quant_bytes + (has_min ? 64 : 32);
   static constexpr int offset = kind == Kind::q8 && kUnsignedBytes ? 128 : 0;
@@ -33,10 +34,17 @@ OUTRIDER_INLINE void load_quads(const uint8_t* block, int part, i8* w) {
   }
 }
 
-// Load the scales of register `part`, or the minima from register kParts on.
+// Load the scales of register `part`, or the minima or zero points from register kParts on.
 template <class S>
 OUTRIDER_INLINE f32 load_scale(const uint8_t* block, int part) {
   return load_f16_part(reinterpret_cast<const uint16_t*>(block + S::quant_bytes) + part * kWidth);
+}
+
+// Load the minima of register `part`. The product of a zero point and a scale is exact.
+template <class S>
+OUTRIDER_INLINE f32 load_minimum(const uint8_t* block, int part) {
+  const f32 stored = load_scale<S>(block, part + kParts);
+  return S::zero_points ? -(stored * load_scale<S>(block, part)) : stored;
 }
 
 // Prefetch kFarAhead bytes ahead. On x86 the hardware prefetchers stop at page ends and reach half of the bandwidth;
@@ -105,7 +113,7 @@ OUTRIDER_INLINE void add_groups(const uint8_t* block, int groups, int zero, cons
           const f32 product = __builtin_convertvector(products[r][i % parts], f32) * (scale[r] * (1 << shift) - f32{});
           sum = fma(load_scale<S>(block, part), product, sum);
           if constexpr (S::has_min)
-            sum = fma(load_scale<S>(block, part + kParts), scale[r] * float(total[r]) - f32{}, sum);
+            sum = fma(load_minimum<S>(block, part), scale[r] * float(total[r]) - f32{}, sum);
         });
       });
     };

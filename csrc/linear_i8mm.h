@@ -110,6 +110,8 @@ OUTRIDER_INLINE void add_pairs(const uint8_t* block, int part, const InputPair* 
   float32x4_t scale[2], minimum[2];
   fetch_pairs(block + S::quant_bytes + 8 * part, scale);
   if constexpr (S::has_min) fetch_pairs(block + S::quant_bytes + 32 + 8 * part, minimum);
+  if constexpr (S::zero_points)
+    unroll<2>([&](auto o) OUTRIDER_LAMBDA { minimum[o] = vnegq_f32(vmulq_f32(scale[o], minimum[o])); });
   if constexpr (has_zero) unroll<2>([&](auto o) OUTRIDER_LAMBDA { minimum[o] = vmulq_n_f32(scale[o], -8.0f); });
   unroll<pairs>([&](auto pair) OUTRIDER_LAMBDA {
     const auto row_scale = fetch<float32x4_t>(x[pair].scale);

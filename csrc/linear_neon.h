@@ -96,6 +96,7 @@ OUTRIDER_INLINE void add_group(const uint8_t* block, int part, const PanelInputs
   unroll<parts>([&](auto p) OUTRIDER_LAMBDA {
     scale[p] = fetch_halves(block + S::quant_bytes + 8 * (part + p));
     if constexpr (S::has_min) minimum[p] = fetch_halves(block + S::quant_bytes + 32 + 8 * (part + p));
+    if constexpr (S::zero_points) minimum[p] = vnegq_f32(vmulq_f32(scale[p], minimum[p]));
     if constexpr (has_zero) minimum[p] = vmulq_n_f32(scale[p], -8.0f);
   });
   unroll<count>([&](auto i) OUTRIDER_LAMBDA {

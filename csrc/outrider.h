@@ -23,7 +23,7 @@ namespace outrider {
 //   q4, q8:         [N/16][K/group] blocks of { quants, 16 f16 scales, 16 f16 minima (if has_min) }
 //     quants of q8: [group/4][16][4] int8: vector j holds inputs 4j..4j+3 of 16 outputs (the VNNI and AMX layout)
 //     quants of q4: the same 32 inputs as nibbles: byte vector j has quad j low and quad j + 4 high
-//   w = scale * (quant - zero) + minimum
+//   w = scale * (quant - zero) + minimum; if the minima are zero points: w = scale * (quant - zero point)
 constexpr int kLanes = 16;
 
 enum class Kind : int { f32, f16, bf16, q4, q8 };
@@ -38,7 +38,7 @@ struct Matrix {
   int rows, cols;  // N, K
   int group = 0;   // 32, or 16 for q6_k; q4 is always 32
   int zero = 0;    // 8 for q4_0, else 0
-  bool has_min = false;
+  bool has_min = false, zero_points = false;
   Activations activations = Activations::none;  // none for float weights
   std::shared_ptr<uint8_t> data;  // 64-byte aligned
   size_t bytes = 0;

@@ -27,6 +27,7 @@ struct Format {
   bool has_min;
   void (*decode)(const uint8_t* from, Block& to);  // null for floats
   int verbatim = 0;  // offset of the quants if their bytes need no decoding; scale and minimum precede them
+  bool zero_points = false;  // in the place of the minima
 };
 
 uint16_t read_half(const uint8_t* from) {
@@ -74,6 +75,12 @@ void decode_q5_1(const uint8_t* from, Block& to) {
 void decode_q8_0(const uint8_t* from, Block& to) {
   to.scales[0] = read_half(from);
   memcpy(to.quants, from + 2, 32);
+}
+
+void decode_q8_z(const uint8_t* from, Block& to) {
+  to.scales[0] = read_half(from);
+  to.minima[0] = read_half(from + 2);
+  memcpy(to.quants, from + 4, 32);
 }
 
 // Decode the header of q4_k and q5_k: d, dmin and twelve bytes with eight 6-bit scales and eight 6-bit minima.
@@ -144,7 +151,8 @@ const Format kFormats[] = {
     {"q5_1", Kind::q8, 32, 24, 32, 0, true, decode_q5_1},    {"q8_0", Kind::q8, 32, 34, 32, 0, false, decode_q8_0, 2},
     {"q4_k", Kind::q4, 256, 144, 32, 0, true, decode_q4_k},  {"q5_k", Kind::q8, 256, 176, 32, 0, true, decode_q5_k},
     {"q6_k", Kind::q8, 256, 210, 16, 0, false, decode_q6_k}, {"iq4_nl", Kind::q8, 32, 18, 32, 0, false, decode_iq4_nl},
-    {"mxfp4", Kind::q8, 32, 17, 32, 0, false, decode_mxfp4},
+    {"mxfp4", Kind::q8, 32, 17, 32, 0, false, decode_mxfp4}, {"q4_z", Kind::q4, 32, 20, 32, 0, true, decode_q4_1, 4, true},
+    {"q8_z", Kind::q8, 32, 36, 32, 0, true, decode_q8_z, 4, true},
 };
 
 const Format& find_format(const std::string& name) {
@@ -261,6 +269,7 @@ std::shared_ptr<Matrix> pack(const std::string& name, int rows, int cols, const 
   matrix->group = format.group;
   matrix->zero = format.zero;
   matrix->has_min = format.has_min;
+  matrix->zero_points = format.zero_points;
   if (format.group) matrix->activations = fast_activations ? Activations::fast : Activations::high;
   matrix->bytes = matrix->tile_bytes() * matrix->tiles();
   matrix->data = allocate(matrix->bytes);
@@ -281,7 +290,8 @@ void unpack_row(const Matrix& m, int row, float scale, float* out) {
   }
   for (int start = 0; start < m.cols; start += m.group, block += block_bytes(m)) {
     const float d = half_to_float(read_half(block + quant_bytes(m) + lane * 2));
-    const float minimum = m.has_min ? half_to_float(read_half(block + quant_bytes(m) + 32 + lane * 2)) : 0.0f;
+    const float stored = m.has_min ? half_to_float(read_half(block + quant_bytes(m) + 32 + lane * 2)) : 0.0f;
+    const float minimum = m.zero_points ? -(d * stored) : stored;
     for (int i = 0; i < m.group; ++i) {
       const int quad = m.kind == Kind::q4 ? i / 4 % 4 : i / 4;
       const uint8_t byte = block[quad * 64 + lane * 4 + i % 4];

@@ -161,6 +161,7 @@ def test_folders_that_are_no_models(tmp_path: Path) -> None:
     empty.mkdir()
     assert "no `config.json`" in refusal(empty)
     (empty / "x.gguf").touch()
+    (empty / "y.gguf").touch()
     assert f"pass the file `{empty / 'x.gguf'}`" in refusal(empty)
     (empty / "config.json").write_text("{")
     assert "not valid JSON" in refusal(empty)
@@ -170,8 +171,8 @@ def test_folders_that_are_no_models(tmp_path: Path) -> None:
     assert "no `model.safetensors`" in refusal(empty)
     (empty / "pytorch_model.bin").touch()
     assert "pickled weights only" in refusal(empty)
-    quantized = make(tmp_path / "q", CONFIG | {"quantization_config": {"quant_method": "gptq"}})
-    assert "quantised with `gptq`" in refusal(quantized)
+    quantized = make(tmp_path / "q", CONFIG | {"quantization_config": {"quant_method": "bitsandbytes"}})
+    assert "quantised with `bitsandbytes`, which Outrider cannot read" in refusal(quantized)
 
 
 PATHS = [

@@ -31,6 +31,8 @@ ARCHITECTURES = (
     "SmolLM3ForCausalLM",
     "MiMoForCausalLM",
 )
+# Values of `quant_method` in config.json that the engine reads.
+QUANTIZED = ("gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8")
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,10 @@ def _hub_folders() -> Iterator[Pulled]:
             weights = [file.stat() for file in snapshot.glob("*.safetensors")]
         except (OSError, ValueError, AttributeError, TypeError):
             continue
-        if runs and "quantization_config" not in config:
-            kind = str(config.get("torch_dtype") or config.get("dtype") or "unknown")
+        quantized = config.get("quantization_config")
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+        if runs and (quantized is None or method in QUANTIZED):
+            kind = str(method or config.get("torch_dtype") or config.get("dtype") or "unknown")
             size, modified = sum(each.st_size for each in weights), max(each.st_mtime for each in weights)
             yield Pulled(name, snapshot, size, "safetensors", kind, methods_for(name), modified)
 

@@ -1,7 +1,8 @@
 """The storage formats of weights: how many bytes a block has, and what its bits mean as fp32.
 
 A quantized row is a string of blocks; a block holds `elements` numbers in `bytes` bytes: its scales and its packed
-quants. The layouts are GGUF's. In the shapes below X is the number of blocks.
+quants. The layouts are GGUF's, except fp8, and q4_z and q8_z, which are q4_1 and q8_0 with zero points instead of
+minima: checkpoints of GPTQ, AWQ and compressed-tensors have these. In the shapes below X is the number of blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ DEQUANTIZE_CHUNK = 1 << 22  # numbers that are expanded at a time: temporaries s
 class Groups:
     """Unpacked blocks. Neighbouring weights form groups; weight = scale * quant + minimum."""
 
-    quants: Tensor  # [X, elements] int8
+    quants: Tensor  # [X, elements] int8, or float8_e4m3fn
     scales: Tensor  # [X, groups] f32
     minima: Tensor | None = None  # [X, groups] f32
 
@@ -112,6 +113,11 @@ def _q8_0(packed: Tensor) -> Groups:
     return Groups(packed[:, 2:].view(torch.int8), _half(packed[:, :2]))
 
 
+def _fp8(packed: Tensor) -> Groups:
+    """A fp32 scale, then 32 e4m3 floats. Scales of rows, or of blocks of rows and columns, are repeated."""
+    return Groups(packed[:, 4:].contiguous().view(torch.float8_e4m3fn), packed[:, :4].contiguous().view(torch.float32))
+
+
 def _scales_and_minima(packed: Tensor) -> tuple[Tensor, Tensor]:
     """The head of q4_k and q5_k, [X, 16] bytes: scales and minima of eight groups of 32, each [X, 8].
 
@@ -164,6 +170,20 @@ def _mxfp4(packed: Tensor) -> Groups:
     return Groups(_looked_up(packed[:, 1:], MXFP4), scales)
 
 
+def _zero_points(quants: Tensor, halves: Tensor) -> Groups:
+    """weight = scale * (quant - zero point): both products are exact in fp32, and so is their sum."""
+    scale, zero = _half(halves).tensor_split(2, 1)
+    return Groups(quants, scale, -(scale * zero))
+
+
+def _q4_z(packed: Tensor) -> Groups:
+    return _zero_points(_nibbles(packed[:, 4:]).to(torch.int8), packed[:, :4])
+
+
+def _q8_z(packed: Tensor) -> Groups:
+    return _zero_points(packed[:, 4:].view(torch.int8), packed[:, :4])
+
+
 FORMATS = {
     "f32": Format(1, 4, torch.float32),
     "f16": Format(1, 2, torch.float16),
@@ -178,4 +198,7 @@ FORMATS = {
     "q6_k": Format(256, 210, split=_q6_k),
     "iq4_nl": Format(32, 18, split=_iq4_nl),
     "mxfp4": Format(32, 17, split=_mxfp4),
+    "q4_z": Format(32, 20, split=_q4_z),
+    "q8_z": Format(32, 36, split=_q8_z),
+    "fp8": Format(BLOCK, 4 + BLOCK, split=_fp8),
 }

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..kernels import Weight
-from ..kernels.quantization import FORMATS
+from .quantized import QuantizedMatrix
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Stored:
 class Checkpoint:
     path: Path
     config: dict[str, Any]  # keys of a Hugging Face config.json, for GGUF files too
-    tensors: Mapping[str, Stored]  # by Hugging Face name; also `rope_freqs.weight` of GGUF files
+    tensors: Mapping[str, Stored | QuantizedMatrix]  # by Hugging Face name; also `rope_freqs.weight` of GGUF files
     tokenizer_source: Path | Mapping[str, Any]  # for Tokenizer.open: a folder, or GGUF metadata
     generation: dict[str, Any] = field(default_factory=dict)  # bos_token_id: int | None, eos_token_id: list[int], ...
     norms_are_offset: bool = False  # norm weights are stored minus 1
@@ -96,12 +96,11 @@ def map_file(path: Path) -> mmap.mmap:
         raise UserError(f"cannot read `{path}`: {error.strerror}") from None
 
 
-def view(mapped: mmap.mmap, offset: int, size: int, kind: str, shape: tuple[int, ...]) -> Tensor:
-    """View `size` bytes of a mapped file: as floats of `shape`, or as uint8 [N, bytes per row]."""
+def view(mapped: mmap.mmap, offset: int, size: int, dtype: torch.dtype | None, shape: tuple[int, ...]) -> Tensor:
+    """View `size` bytes of a mapped file: as numbers of `shape`, or, without a dtype, as uint8 [N, bytes per row]."""
     if size == 0:
-        return torch.empty(shape, dtype=FORMATS[kind].dtype or torch.uint8)
+        return torch.empty(shape, dtype=dtype or torch.uint8)
     raw = torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=offset)
-    dtype = FORMATS[kind].dtype
     if dtype is None:
         return raw.view(math.prod(shape[:-1]), -1)
     return raw.view(dtype).view(shape)

@@ -76,7 +76,7 @@ def open_gguf(path: Path) -> Checkpoint:
         tensors[hugging_face_name(tensor.name, fields.architecture.names)] = Stored(
             tensor.kind,
             tensor.shape,
-            view(mapped, tensor.offset, tensor.size, tensor.kind, tensor.shape),
+            view(mapped, tensor.offset, tensor.size, FORMATS[tensor.kind].dtype, tensor.shape),
             interleaved_heads(path, tensor, config) if fields.architecture.interleaved else 0,
         )
     tokenizer = {key: value for key, value in header.metadata.items() if key.startswith("tokenizer.")}

@@ -206,7 +206,7 @@ def _read_tensor(reader: _HeaderReader, alignment: int) -> TensorInfo:
     number = reader.number("<I", what)
     kind = TENSOR_TYPES.get(number, f"type {number}")
     if kind not in FORMATS:
-        known = ", ".join(FORMATS)
+        known = ", ".join(kind for kind in TENSOR_TYPES.values() if kind in FORMATS)
         raise UserError(f"`{reader.path}` stores {what} as `{kind}`, which Outrider cannot read: pick one of {known}")
     offset = reader.number("<Q", what)
     if offset % alignment:

@@ -11,14 +11,25 @@ import mmap
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from ..errors import UserError
+from ..kernels.quantization import FORMATS
 from .checkpoint import Checkpoint, Stored, listed_ids, map_file, read_json, view
+from .quantized import QuantizedMatrix, Settings, join, read_settings
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 KINDS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+# Dtypes of the tensors of quantized matrices, by their names in safetensors.
+PACKED_DTYPES = {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
 
 # Prefixes of the language model in multimodal checkpoints, written by different versions of transformers.
 TEXT_PREFIXES = {
@@ -51,10 +62,10 @@ def open_folder(path: Path) -> Checkpoint:
         hint = f"pass the file `{files[0]}`" if files else "pass a Hugging Face folder or a GGUF file"
         raise UserError(f"`{path}` is not a model, it has no `config.json`: {hint}")
     original = read_json(path / "config.json")
-    config = normalize(path, original)
+    config = normalize(original)
     generation = read_json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
     begin, end = (_first_set(key, generation, original, config) for key in ("bos_token_id", "eos_token_id"))
-    tensors, mappings = read_tensors(path)
+    tensors, mappings = read_tensors(path, read_settings(path, original))
     return Checkpoint(
         path=path,
         config=config,
@@ -71,11 +82,8 @@ def _first_set(key: str, *sources: dict[str, Any]) -> Any:
     return next((source[key] for source in sources if source.get(key) is not None), None)
 
 
-def normalize(path: Path, original: dict[str, Any]) -> dict[str, Any]:
+def normalize(original: dict[str, Any]) -> dict[str, Any]:
     """Return the text model's part of a config, with the rope settings under the older keys."""
-    if quantization := original.get("quantization_config"):
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        raise UserError(f"`{path}` is quantised with `{method}`: pass the plain checkpoint, or a GGUF file")
     config = dict(original)
     text = original.get("text_config")
     if isinstance(text, dict):
@@ -106,13 +114,15 @@ def classic_rope(config: dict[str, Any]) -> dict[str, Any]:
     return classic
 
 
-def read_tensors(folder: Path) -> tuple[dict[str, Stored], tuple[mmap.mmap, ...]]:
-    """Read all tensors by name, and the mapped files that they view."""
+def read_tensors(
+    folder: Path, settings: Settings | None = None
+) -> tuple[dict[str, Stored | QuantizedMatrix], tuple[mmap.mmap, ...]]:
+    """Read all tensors by name, and the mapped files that they view. With `settings`, join quantized matrices."""
     tensors: dict[str, Stored] = {}
     mappings: list[mmap.mmap] = []
     weight_map = read_index(folder)
     for file in sorted(set(weight_map.values())) if weight_map else [single_file(folder)]:
-        found, mapped = read_shard(folder / file)
+        found, mapped = read_shard(folder / file, packed=settings is not None)
         mappings.append(mapped)
         for name, stored in found.items():
             if name in tensors:
@@ -125,7 +135,14 @@ def read_tensors(folder: Path) -> tuple[dict[str, Stored], tuple[mmap.mmap, ...]
     if any(name.startswith(tuple(TEXT_PREFIXES)) for name in tensors):  # multimodal: the other tensors are for images
         kept = ("model.embed", "model.layers.", "model.norm.", "lm_head.")
         renamed = {name: stored for name, stored in renamed.items() if name.startswith(kept)}
-    return renamed, tuple(mappings)
+    if settings is None:
+        return {**renamed}, tuple(mappings)
+    matrices, used = join(settings, {name: stored.data for name, stored in renamed.items()})
+    others = {name: stored for name, stored in renamed.items() if name not in used}
+    strange = next((name for name, stored in others.items() if stored.kind in PACKED_DTYPES), None)
+    if strange is not None:
+        raise settings.refuse(f"the tensor `{strange}` of `{others[strange].kind}` belongs to no matrix")
+    return {**others, **matrices}, tuple(mappings)
 
 
 def read_index(folder: Path) -> dict[str, str]:
@@ -154,7 +171,8 @@ def single_file(folder: Path) -> str:
     raise UserError(f"`{folder}` has no `{SINGLE}`: fetch the weights too")
 
 
-def read_shard(path: Path) -> tuple[dict[str, Stored], mmap.mmap]:
+def read_shard(path: Path, packed: bool = False) -> tuple[dict[str, Stored], mmap.mmap]:
+    """Read the tensors of a file. packed: allow the dtypes of quantized matrices, which become kinds."""
     try:
         with safe_open(path, framework="pt"):  # checks the header
             mapped = map_file(path)
@@ -163,13 +181,15 @@ def read_shard(path: Path) -> tuple[dict[str, Stored], mmap.mmap]:
         entries.pop("__metadata__", None)
         tensors: dict[str, Stored] = {}
         for name, entry in entries.items():
-            if entry["dtype"] not in KINDS:
-                known = ", ".join(KINDS)
+            if entry["dtype"] not in KINDS and not (packed and entry["dtype"] in PACKED_DTYPES):
+                known = ", ".join([*KINDS, *PACKED_DTYPES] if packed else KINDS)
                 raise UserError(f"`{path}` stores the tensor `{name}` as `{entry['dtype']}`: expected one of {known}")
-            kind, shape, (begin, end) = KINDS[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+            kind, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
             if math.prod(max(size, 1) for size in shape) >= 2**62:  # beyond what a tensor can have, even an empty one
                 raise UserError(f"`{path}` has a tensor `{name}` of shape {list(shape)}: it is damaged")
-            tensors[name] = Stored(kind, shape, view(mapped, 8 + size + begin, end - begin, kind, shape))
+            dtype = PACKED_DTYPES.get(kind) or FORMATS[KINDS[kind]].dtype
+            data = view(mapped, 8 + size + begin, end - begin, dtype, shape)
+            tensors[name] = Stored(KINDS.get(kind, kind), shape, data)
         return tensors, mapped
     except FileNotFoundError:
         raise UserError(f"`{path}` is missing: fetch it again") from None

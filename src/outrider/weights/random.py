@@ -167,7 +167,7 @@ def shape_of(source: str) -> Mapping[str, Any]:
         raise UserError(
             f"`{source}` is not a known shape: pass one of {known}, or `{PREFIX}` and the path of a config.json"
         )
-    return normalize(path, read_json(path))
+    return normalize(read_json(path))
 
 
 def tensor_shapes(source: str, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

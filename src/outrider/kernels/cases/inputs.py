@@ -27,6 +27,8 @@ HALVES = {
     "q5_k": {0: 1.0, 2: 15.5},
     "q6_k": {208: 1.0},
     "iq4_nl": {0: 1.0},
+    "q4_z": {0: 1.0},
+    "q8_z": {0: 1.0},
 }
 
 
@@ -47,6 +49,8 @@ def random_weight(random: Generator, kind: str, rows: int, columns: int) -> Weig
     packed = torch.randint(0, 256, (rows, row_bytes(kind, columns)), dtype=torch.uint8, generator=random)
     blocks = packed.view(-1, block.bytes)  # [X, bytes], the same memory
     weight = Weight(kind, (rows, columns), packed)
+    if kind == "fp8":
+        return _random_fp8(random, weight)
     spread = torch.rand(blocks.shape[0], 1, generator=random) + 0.5  # [X, 1]
     _write_halves(blocks, kind, spread)
     size = dequantize(weight).square().mean().sqrt() * math.sqrt(columns)
@@ -54,10 +58,25 @@ def random_weight(random: Generator, kind: str, rows: int, columns: int) -> Weig
     return weight
 
 
+def _random_fp8(random: Generator, weight: Weight) -> Weight:
+    """Give random blocks of e4m3 finite numbers and scales: of whole rows, or a scale for each block."""
+    rows, columns = weight.shape
+    blocks = weight.data.view(rows, -1, FORMATS["fp8"].bytes)  # [N, blocks of a row, bytes], the same memory
+    numbers = blocks[:, :, 4:]
+    numbers[(numbers & 0x7F) == 0x7F] = 0  # not a number
+    scales = torch.rand(rows, 1 if rows % 2 else blocks.shape[1], 1, generator=random) + 0.5
+    blocks[:, :, :4] = scales.view(torch.uint8)
+    size = dequantize(weight).square().mean().sqrt() * math.sqrt(columns)
+    blocks[:, :, :4] = (scales / size).view(torch.uint8)
+    return weight
+
+
 def _write_halves(blocks: Tensor, kind: str, scale: Tensor) -> None:
     if kind == "mxfp4":  # its scale is a power of two, of which the exponent is stored
         blocks[:, :1] = (scale.log2().round() + 128).to(torch.uint8)
         return
+    if kind.endswith("_z"):  # a zero point is a small whole number
+        blocks[:, 2:4] = torch.arange(len(blocks)).remainder(16).half().unsqueeze(1).view(torch.uint8)
     for at, factor in HALVES[kind].items():
         blocks[:, at : at + 2] = (scale * factor).half().view(torch.uint8)
 

@@ -21,8 +21,8 @@ from .device import DEVICE, INTERPRETED
 
 CHUNK = 1 << 25  # weights that are converted at a time: bounds the temporary memory
 NIBBLE_GROUP = 32  # weights that share a scale in the int4 layout
-FOUR_BITS = ("q4_0", "q4_1", "q4_k")
-WITH_MINIMA = ("q4_1", "q5_1", "q4_k", "q5_k")
+FOUR_BITS = ("q4_0", "q4_1", "q4_k", "q4_z")
+WITH_MINIMA = ("q4_1", "q5_1", "q4_k", "q5_k", "q4_z", "q8_z")
 EXPANDED = 0 if INTERPRETED else 2048  # rows up to this length are stored as bf16: unpacking costs more than reading
 MOST_TILES = 512  # output tiles of a matrix under split-k: the number of its counters
 ALIGNMENT = 16  # bytes: vectorised loads need it
@@ -49,7 +49,8 @@ def matrix(weight: Weight, *, batch_invariant: bool = False) -> Matrix:
 def pack(weights: Sequence[Weight], batch_invariant: bool = False) -> Matrix:
     """Stack matrices with equal row length."""
     assert len({weight.shape[1] for weight in weights}) == 1, [weight.shape for weight in weights]
-    if not all(FORMATS[weight.kind].quantized for weight in weights) or weights[0].shape[1] <= EXPANDED:
+    integers = all(FORMATS[weight.kind].quantized and weight.kind != "fp8" for weight in weights)
+    if not integers or weights[0].shape[1] <= EXPANDED:
         return _floats(weights, batch_invariant)
     if all(weight.kind in FOUR_BITS for weight in weights):
         return _grouped(weights, "int4", batch_invariant)
