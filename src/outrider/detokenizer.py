@@ -23,6 +23,7 @@ class Detokenizer:
         self.num_read = 0  # tokens of request.output that are in `text`
         self.closed = False
         self.state = 0  # of the automaton of the stop strings, after `text`
+        self._latest: tuple[tuple[object, ...], Completion] | None = None  # with the state that it was made from
 
     @property
     def can_wait(self) -> bool:
@@ -85,6 +86,14 @@ class Detokenizer:
         return self.text[: len(self.text) - self.stops.held(self.state)]
 
     def completion(self) -> Completion:
+        """Return the output so far: the same object while nothing changes, as for most of many samples in a step."""
+        request = self.request
+        state = len(request.output), len(self.text), self.state, request.finish_reason, request.stop_reason
+        if self._latest is None or self._latest[0] != state:
+            self._latest = state, self._make()
+        return self._latest[1]
+
+    def _make(self) -> Completion:
         request = self.request
         return Completion(
             index=request.index,

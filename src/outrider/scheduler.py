@@ -28,10 +28,11 @@ ADMISSION_RATIO = 8
 # Samples of one prompt. At most this share of `max_requests` run at once, so that other requests are admitted.
 RUNNING_SHARE = 1 / 2
 # Beside requests with fewer samples, at most this share of `max_requests` decode in one step, because all of them would
-# slow down the others. Of 64 these are 4: on two cores a step of 5 rows takes about 2.5 times as long as one of a
-# single row. Requests with about as many samples (up to 4 times) do not limit each other.
-DECODING_SHARE = 1 / 16
-MIN_SAMPLES = 4  # both shares are at least this
+# slow down the others, which shall keep a third of their speed. Of 64 these are 3: on two cores a step of 4 rows takes
+# 2.1 to 2.8 times as long as one of a single row, and one of 5 rows 2.5 to 3.4 times. Requests with about as many
+# samples (up to 3 times) do not limit each other.
+DECODING_SHARE = 1 / 20
+MIN_SAMPLES = 3  # both shares are at least this
 MAX_EMPTY_STEPS = 8  # steps without a page for any request, after which pages must have leaked
 NO_TOKEN_ALLOWED = (
     "the output ended early: no token is left that `structured` allows and no ban excludes, or finding one exceeds "

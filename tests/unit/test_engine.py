@@ -119,6 +119,26 @@ def test_n_samples_share_their_prompt(llm) -> None:
     assert output.completions[0].token_ids == first.token_ids
 
 
+def test_a_sample_that_waits_costs_no_work_in_a_step(llm) -> None:
+    """Of 32 samples 3 decode beside another request: to copy the lists of the others took more than to decode."""
+    engine = llm.engine
+    other = engine.add(PROMPT, replace(GREEDY, max_tokens=40))
+    parent = engine.add(PROMPT, replace(WARM, n=32, logprobs=2))
+    before, changes = {}, []
+    try:
+        for _ in range(20):
+            for output in engine.step():
+                if output.request_id == parent:
+                    now = {one.index: one for one in output.completions}
+                    changes.append(sum(one is not before.get(index) for index, one in now.items()))
+                    assert all(len(one.logprobs) == len(one.token_ids) for one in now.values())
+                    before = now
+    finally:
+        for request in (other, parent):
+            engine.abort(request)
+    assert len(changes) > 10 and max(changes[-5:]) == 3
+
+
 def test_the_times_of_a_request_add_up(tiny_llm) -> None:
     first, second = tiny_llm(max_requests=1).generate([PROMPT, PROMPT[:9]], GREEDY)
     for stats in (first.stats, second.stats):

@@ -221,7 +221,7 @@ def test_many_samples_of_one_prompt_alternate_beside_others() -> None:
     advance(scheduler, runner)
     for _ in range(3):
         rows = advance(scheduler, runner)
-        assert "other" in rows and len(rows) == 5
+        assert "other" in rows and len(rows) == 4  # more would leave it less than a third of its speed
         lengths = [len(sample.output) for sample in samples]
         assert max(lengths) - min(lengths) <= 1
         scheduler.check()
