@@ -199,6 +199,8 @@ QuantizedRows prepare_tiles(const float* x, int tokens, int width, Activations a
   auto* scales = reinterpret_cast<float*>(inputs + units * kTileBytes);
   float* totals = scales + units * 16;
   const int padded = padded_rows(tokens);
+  const bool paired = tokens == kPairedRows;
+  if (paired) memset(inputs, 0, (groups + 1) / 2 * kTileBytes);
   over_runs(tokens, int(strips), [&](int first, int last) {  // by strips: the numbers of one strip share cache lines
     for (int t = 16 * first; t < 16 * last && t < padded; ++t) {
       const size_t strip = size_t(t) / 16 * groups;
@@ -206,10 +208,12 @@ QuantizedRows prepare_tiles(const float* x, int tokens, int width, Activations a
       const auto scale = [&](int g) -> float& { return scales[(strip + g) * 16 + t % 16]; };
       const float limit = t < tokens ? find_maxima(row, width, activations, scale) : 0.0f;
       for (size_t g = 0; g < groups; ++g) {
-        int8_t* to = inputs + (strip + g) * kTileBytes + t % 16 * 64;
+        int8_t* high = inputs + (strip + g) * kTileBytes + t % 16 * 64;
+        if (paired) high = inputs + g / 2 * kTileBytes + (g % 2 * tokens + t) * 128 + g % 2 * 32;
+        int8_t* low = high + (paired ? 64 : 32);
         float& total = totals[(strip + g) * 16 + t % 16];
         if (t >= tokens) {
-          memset(to, 0, 64);
+          memset(high, 0, 64);
           scale(int(g)) = total = 0;
           continue;
         }
@@ -217,8 +221,8 @@ QuantizedRows prepare_tiles(const float* x, int tokens, int width, Activations a
         const float maximum = scale(int(g));
         scale(int(g)) = quantize(row + 32 * g, maximum, maximum > limit,
                                  [&](int k, const i32x16& coarse, const i32x16& fine, const i32x16& both) OUTRIDER_LAMBDA {
-                                   store_narrow(to + k, coarse);
-                                   store_narrow(to + 32 + k, fine);
+                                   store_narrow(high + k, coarse);
+                                   store_narrow(low + k, fine);
                                    all = all + both;
                                  });
         total = scale(int(g)) * float(sum(all));

@@ -198,6 +198,11 @@ def _all() -> list[Case]:
     found = [matrix(kind) for kind in FORMATS]
     found += [embed(kind) for kind in FORMATS]
     found += [linear(kind, rows, 52, 512) for kind in FORMATS for rows in (1, 3, 16, 40)]
+    # Row counts for which level amx has kernels of their own, and an odd number of groups of 32 inputs.
+    found += [
+        linear(kind, rows, 20, 256) for kind in FORMATS if FORMATS[kind].dtype is None for rows in (4, 5, 6, 8, 12)
+    ]
+    found += [linear(kind, rows, 20, 224) for kind in ("q4_0", "q4_1", "q8_0") for rows in (4, 7)]
     found += [linear("f32", 3, 33, 100), linear("f16", 2, 16, 31), linear("bf16", 2, 7, 65), linear("q8_0", 5, 1, 32)]
     found += [linear(kind, rows, 1536, 768, timed=True) for kind in FORMATS for rows in (1, 16)]
     found += [rms_norm(1, 64), rms_norm(17, 576), rms_norm(3, 100)]
