@@ -7,7 +7,7 @@
 namespace outrider::LEVEL {
 
 // Scratch slots of these two files; linear.cpp uses the slots below.
-enum Slot { kPrepared = 0, kNormed = 8, kFirst, kSecond, kProduct, kPlan, kPartial, kOfThread };
+enum Slot { kPrepared = 0, kNormed = 8, kFirst, kSecond, kProduct, kPlan, kPartial, kOfThread, kLow, kLoraInput };
 
 OUTRIDER_INLINE float* floats(int slot, size_t count) {
   return static_cast<float*>(scratch(slot, count * sizeof(float)));
@@ -62,8 +62,8 @@ void over_input(const Input& input, const Body& body) {
   parallel([&](int part, int parts) { body(rows, part, parts); });
 }
 
-// x += post_norm(matrix * input + bias): the end of every block of a layer.
-void project_back(const Matrix& matrix, const float* input, const float* bias, const float* post_norm, float eps,
-                  float* x, int tokens);
+// x += post_norm(matrix * input + bias): the end of every block of a layer. `lora` may be null, as may `adapters`.
+void project_back(const Matrix& matrix, const LoraSlots* lora, const int32_t* adapters, const float* input,
+                  const float* bias, const float* post_norm, float eps, float* x, int tokens);
 
 }  // namespace outrider::LEVEL

@@ -339,7 +339,7 @@ void attend(const Attention& layer, const float* q, const Batch& batch, const Pa
     if (count < enough) count = plan(batch, layer.kv_heads, std::min(std::max(pairs / enough, 1), kTokens), tasks);
     run_whole(view, tasks, count);
   }
-  project_back(*layer.output, out, layer.output_bias, layer.post_norm, layer.eps, x, tokens);
+  project_back(*layer.output, layer.output_lora.get(), batch.adapters, out, layer.output_bias, layer.post_norm, layer.eps, x, tokens);
 }
 
 }  // namespace outrider::LEVEL

@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "bind.h"
@@ -113,15 +114,69 @@ std::shared_ptr<Mlp> make_mlp(MatrixPointer gate, MatrixPointer up, MatrixPointe
       Mlp{gate, up, down, activation, eps, f(norm), f(post_norm), f(gate_bias), f(up_bias), f(down_bias)});
 }
 
+using LoraPointer = std::shared_ptr<LoraSlots>;
+
+LoraPointer checked(LoraPointer slots, const Matrix& matrix) {
+  if (slots->rows != matrix.rows || slots->cols != matrix.cols)
+    refuse("the slots of adapters have another shape than their matrix");
+  return slots;
+}
+
+// Fill a slot, or empty it if both matrices are null.
+void set_lora(LoraSlots& slots, int slot, MatrixPointer a, MatrixPointer b) {
+  if (slot < 0 || size_t(slot) >= slots.pairs.size()) refuse("no slot " + std::to_string(slot) + " for an adapter");
+  if (!a != !b) refuse("an adapter has two matrices");
+  if (a) {
+    check_shape(a, "A", a->rows, slots.cols);
+    check_shape(b, "B", slots.rows, a->rows);
+    if (a->kind != Kind::f32 || b->kind != Kind::f32) refuse("the matrices of an adapter must be f32");
+  }
+  slots.pairs[slot] = {a, b};
+  slots.rank = 0;
+  for (const auto& pair : slots.pairs) slots.rank = std::max(slots.rank, pair.a ? pair.a->rows : 0);
+}
+
+void check_adapters(const int32_t* adapters, int tokens, const LoraSlots* slots) {
+  if (!adapters || !slots) return;
+  for (int i = 0; i < tokens; ++i)
+    if (adapters[i] >= int(slots->pairs.size())) refuse("no slot " + std::to_string(adapters[i]) + " for an adapter");
+}
+
+void bind_lora(nb::module_& module) {
+  nb::class_<LoraSlots>(module, "LoraSlots", "Low-rank adapters over one matrix.")
+      .def(nb::new_([](int slots, int rows, int cols) {
+             return LoraSlots{rows, cols, 0, std::vector<LoraSlots::Pair>(size_t(slots))};
+           }),
+           "slots"_a, "rows"_a, "cols"_a)
+      .def("set", &set_lora, "slot"_a, "a"_a.none(), "b"_a.none());
+}
+
 void bind_layers(nb::module_& module) {
   nb::class_<Attention>(module, "Attention", "The weights of one attention block; an address of 0 means absent.")
       .def(nb::new_(&make_attention), nb::kw_only(), "query"_a, "key"_a, "value"_a, "output"_a, "heads"_a, "kv_heads"_a,
            "head_dim"_a, "window"_a, "skip"_a, "causal"_a, "anchored"_a, "scale"_a, "eps"_a, "norm"_a = 0,
            "post_norm"_a = 0, "query_norm"_a = 0, "key_norm"_a = 0, "query_bias"_a = 0, "key_bias"_a = 0,
-           "value_bias"_a = 0, "output_bias"_a = 0, "cos"_a = 0, "sin"_a = 0, "rope_positions"_a = 0);
+           "value_bias"_a = 0, "output_bias"_a = 0, "cos"_a = 0, "sin"_a = 0, "rope_positions"_a = 0)
+      .def(
+          "set_lora",
+          [](Attention& layer, LoraPointer query, LoraPointer key, LoraPointer value, LoraPointer output) {
+            layer.query_lora = checked(query, *layer.query);
+            layer.key_lora = checked(key, *layer.key);
+            layer.value_lora = checked(value, *layer.value);
+            layer.output_lora = checked(output, *layer.output);
+          },
+          "query"_a, "key"_a, "value"_a, "output"_a);
   nb::class_<Mlp>(module, "Mlp", "The weights of one gated MLP; an address of 0 means absent.")
       .def(nb::new_(&make_mlp), nb::kw_only(), "gate"_a, "up"_a, "down"_a, "activation"_a, "eps"_a, "norm"_a = 0,
-           "post_norm"_a = 0, "gate_bias"_a = 0, "up_bias"_a = 0, "down_bias"_a = 0);
+           "post_norm"_a = 0, "gate_bias"_a = 0, "up_bias"_a = 0, "down_bias"_a = 0)
+      .def(
+          "set_lora",
+          [](Mlp& layer, LoraPointer gate, LoraPointer up, LoraPointer down) {
+            layer.gate_lora = checked(gate, *layer.gate);
+            layer.up_lora = checked(up, *layer.up);
+            layer.down_lora = checked(down, *layer.down);
+          },
+          "gate"_a, "up"_a, "down"_a);
 }
 
 void process_logits(Address logits, int rows, int vocabulary, int entries, Address starts, Address tokens,
@@ -153,18 +208,19 @@ void top_logprobs(Address logits, int rows, int vocabulary, Address tokens, int 
 void bind_batch(nb::module_& module) {
   nb::class_<Batch>(module, "Batch", "Where the tokens of a step stand.")
       .def(nb::new_([](Address positions, Address slots, Address query_starts, Address page_tables, Address parents,
-                       int tokens, int rows, int table_width) {
+                       Address adapters, int tokens, int rows, int table_width) {
              return Batch{at<const int32_t>(positions),
                           at<const int32_t>(slots),
                           at<const int32_t>(query_starts),
                           at<const int32_t>(page_tables),
                           at<const int32_t>(parents),
+                          at<const int32_t>(adapters),
                           tokens,
                           rows,
                           table_width};
            }),
-           nb::kw_only(), "positions"_a, "slots"_a, "query_starts"_a, "page_tables"_a, "parents"_a, "tokens"_a,
-           "rows"_a, "table_width"_a)
+           nb::kw_only(), "positions"_a, "slots"_a, "query_starts"_a, "page_tables"_a, "parents"_a, "adapters"_a,
+           "tokens"_a, "rows"_a, "table_width"_a)
       .def_ro("tokens", &Batch::tokens);
   nb::class_<Pages>(module, "Pages", "The key/value storage of a layer; dtype 0 is f32, 1 f16, 2 bf16.")
       .def(nb::new_([](Address keys, Address values, int dtype, int pages, int kv_heads, int page_size, int head_dim) {
@@ -182,13 +238,14 @@ struct LayerStack {
 
 void run_stack(const LayerStack& stack, Address x, const Batch& batch) {
   float* rows = at<float>(x);
+  if (!stack.mlps.empty()) check_adapters(batch.adapters, batch.tokens, stack.mlps[0]->gate_lora.get());
   for (size_t i = 0; i < stack.mlps.size(); ++i) {
     const Attention& attention = *stack.attentions[i];
     const size_t width = size_t(attention.heads) * attention.head_dim;
     float* q = static_cast<float*>(scratch(kScratchSlots - 1, batch.tokens * width * sizeof(float)));  // [T][H * D]
     level().project_qkv(attention, rows, batch, stack.pages[i], q);
     level().attend(attention, q, batch, stack.pages[i], rows);
-    level().mlp(*stack.mlps[i], rows, batch.tokens);
+    level().mlp(*stack.mlps[i], rows, batch.tokens, batch.adapters);
   }
 }
 
@@ -237,24 +294,38 @@ void bind_operations(nb::module_& module) {
       unlocked);
   module.def(
       "mlp",
-      [](const Mlp& layer, Address x, int tokens) { recorded([=] { level().mlp(layer, at<float>(x), tokens); }); },
+      [](const Mlp& layer, Address x, int tokens, Address adapters) {
+        recorded([=] {
+          check_adapters(at<const int32_t>(adapters), tokens, layer.gate_lora.get());
+          level().mlp(layer, at<float>(x), tokens, at<const int32_t>(adapters));
+        });
+      },
       unlocked);
   module.def(
       "project_qkv",
       [](const Attention& layer, Address x, const Batch& batch, const Pages& pages, Address q) {
-        recorded([=] { level().project_qkv(layer, at<const float>(x), batch, pages, at<float>(q)); });
+        recorded([=] {
+          check_adapters(batch.adapters, batch.tokens, layer.query_lora.get());
+          level().project_qkv(layer, at<const float>(x), batch, pages, at<float>(q));
+        });
       },
       unlocked);
   module.def(
       "project_kv",
       [](const Attention& layer, Address x, const Batch& batch, const Pages& pages) {
-        recorded([=] { level().project_kv(layer, at<const float>(x), batch, pages); });
+        recorded([=] {
+          check_adapters(batch.adapters, batch.tokens, layer.key_lora.get());
+          level().project_kv(layer, at<const float>(x), batch, pages);
+        });
       },
       unlocked);
   module.def(
       "attend",
       [](const Attention& layer, Address q, const Batch& batch, const Pages& pages, Address x) {
-        recorded([=] { level().attend(layer, at<const float>(q), batch, pages, at<float>(x)); });
+        recorded([=] {
+          check_adapters(batch.adapters, batch.tokens, layer.output_lora.get());
+          level().attend(layer, at<const float>(q), batch, pages, at<float>(x));
+        });
       },
       unlocked);
   module.def(
@@ -278,6 +349,7 @@ NB_MODULE(_native, module) {
   module.doc() = "The native kernels. Addresses are plain integers; see kernels/cpu.";
   nb::set_leak_warnings(false);  // an interpreter that exits by Ctrl-C frees nothing, which is no leak to report
   bind_matrix(module);
+  bind_lora(module);
   bind_layers(module);
   bind_batch(module);
   bind_layer_stack(module);

@@ -55,6 +55,16 @@ void quantize(const std::string& from, const std::string& to, int64_t weights, c
 
 enum class KvType : int { f32, f16, bf16 };  // element type of the key/value pages
 
+// Low-rank adapters over one matrix [N, K], by slot. Slots are filled and emptied between steps.
+struct LoraSlots {
+  struct Pair {
+    std::shared_ptr<Matrix> a, b;  // [R, K] and [N, R] f32, the scale in b; null: this slot changes nothing
+  };
+  int rows, cols;  // N, K
+  int rank = 0;    // the largest of all slots
+  std::vector<Pair> pairs;
+};
+
 struct Attention {
   std::shared_ptr<Matrix> query, key, value, output;
   int heads, kv_heads, head_dim, window, skip;
@@ -65,6 +75,7 @@ struct Attention {
   const float *query_bias, *key_bias, *value_bias, *output_bias;
   const float *cos, *sin;  // [rope_positions][D / 2], null: no rotary
   int rope_positions;
+  std::shared_ptr<const LoraSlots> query_lora{}, key_lora{}, value_lora{}, output_lora{};  // null: adapters are off
 };
 
 struct Mlp {
@@ -72,11 +83,13 @@ struct Mlp {
   int activation;  // 0 silu, 1 gelu_tanh
   float eps;
   const float *norm, *post_norm, *gate_bias, *up_bias, *down_bias;
+  std::shared_ptr<const LoraSlots> gate_lora{}, up_lora{}, down_lora{};  // null: adapters are off
 };
 
 struct Batch {
   const int32_t *positions, *slots, *query_starts, *page_tables;
-  const int32_t* parents;  // null: chains
+  const int32_t* parents;   // null: chains
+  const int32_t* adapters;  // [T]: slot of each token's adapter, -1: none; null: no token has one
   int tokens, rows, table_width;
 };
 
@@ -182,7 +195,7 @@ struct Level {
   void (*linear)(const Matrix& matrix, const float* x, int tokens, float* out, int stride);
   // pointwise.cpp
   void (*rms_norm)(const float* x, const float* weight, float eps, int tokens, int width, float* out);
-  void (*mlp)(const Mlp& layer, float* x, int tokens);
+  void (*mlp)(const Mlp& layer, float* x, int tokens, const int32_t* adapters);
   void (*project_qkv)(const Attention& layer, const float* x, const Batch& batch, const Pages& pages, float* q);
   void (*project_kv)(const Attention& layer, const float* x, const Batch& batch, const Pages& pages);
   // attention.cpp

@@ -3,31 +3,41 @@
 
 #include "half.h"
 #include "vector_math.h"
-#include "activations.h"
+#include "lora.h"
 
 namespace outrider::LEVEL {
 namespace {
 
+constexpr int kMostProjections = 3;  // matrices that read the same rows
+
 struct Projection {
   const Matrix* matrix;
   float* out;  // [T][N]
+  const LoraSlots* lora;
 };
 
 // Multiply several matrices by the same rows in one parallel region. Each thread streams through one contiguous run of
 // tiles: short runs cost a seventh of a decode step.
-void project(const Projection* projections, int count, Input input) {
+void project(const Projection* projections, int count, Input input, const int32_t* adapters) {
   int total = 0;
+  const LoraSlots* slots[kMostProjections];
+  Lora loras[kMostProjections];
   for (int i = 0; i < count; ++i) {
+    slots[i] = projections[i].lora;
     total += projections[i].matrix->tiles();
     input.activations = std::max(input.activations, projections[i].matrix->activations);
   }
+  shrink(slots, count, adapters, input, loras);
   over_input(input, [&](const Rows& rows, int part, int parts) {
     const Share share(total, part, parts);
     int base = 0;
     for (int i = 0; i < count; ++i) {
       const Matrix& matrix = *projections[i].matrix;
       const int from = std::max(share.first - base, 0), to = std::min(share.last - base, matrix.tiles());
-      if (from < to) linear_tiles(matrix, rows, from, to, projections[i].out, matrix.rows);
+      if (from < to) {
+        linear_tiles(matrix, rows, from, to, projections[i].out, matrix.rows);
+        loras[i].add(from, to, projections[i].out, matrix.rows);
+      }
       base += matrix.tiles();
     }
   });
@@ -110,14 +120,19 @@ void activate(const Mlp& layer, const Activation& activation, float* gate, const
 }
 
 // Compute activation(gate(x)) * up(x): [T][N]. A thread finishes the columns whose two tiles it computed.
-const float* gated(const Mlp& layer, const Input& input) {
+const float* gated(const Mlp& layer, const Input& input, const int32_t* adapters) {
   const int width = layer.gate->rows, tokens = input.tokens;
   float* gate = floats(kFirst, size_t(tokens) * width);
   float* up = floats(kSecond, size_t(tokens) * width);
+  const LoraSlots* const slots[] = {layer.gate_lora.get(), layer.up_lora.get()};
+  Lora loras[2];
+  shrink(slots, 2, adapters, input, loras);
   over_input(input, [&](const Rows& rows, int part, int parts) {
     const Share share(layer.gate->tiles(), part, parts);
     linear_tiles(*layer.gate, rows, share.first, share.last, gate, width);
     linear_tiles(*layer.up, rows, share.first, share.last, up, width);
+    loras[0].add(share.first, share.last, gate, width);
+    loras[1].add(share.first, share.last, up, width);
     const int from = share.first * kLanes, to = std::min(share.last * kLanes, width);
     if (layer.activation == 0)
       activate(layer, [](const f32x16& x) { return silu(x); }, gate, up, tokens, from, to);
@@ -154,14 +169,17 @@ void rms_norm(const float* x, const float* weight, float eps, int tokens, int wi
   });
 }
 
-void project_back(const Matrix& matrix, const float* input, const float* bias, const float* post_norm, float eps,
-                  float* x, int tokens) {
+void project_back(const Matrix& matrix, const LoraSlots* lora, const int32_t* adapters, const float* input,
+                  const float* bias, const float* post_norm, float eps, float* x, int tokens) {
   const int width = matrix.rows;
   float* product = floats(kProduct, size_t(tokens) * width);  // [T][E]
   const Input rows_of{input, nullptr, eps, tokens, matrix.cols, matrix.activations};
+  Lora low_rank;
+  shrink(&lora, 1, adapters, rows_of, &low_rank);
   over_input(rows_of, [&](const Rows& rows, int part, int parts) {
     const Share share(matrix.tiles(), part, parts);
     linear_tiles(matrix, rows, share.first, share.last, product, width);
+    low_rank.add(share.first, share.last, product, width);
     if (post_norm) return;
     const int from = share.first * kLanes, count = std::min(share.last * kLanes, width) - from;
     for (int token = 0; token < tokens && count > 0; ++token) {
@@ -186,8 +204,10 @@ void project_qkv(const Attention& layer, const float* x, const Batch& batch, con
   const int query_width = layer.heads * layer.head_dim, key_width = layer.kv_heads * layer.head_dim;
   float* keys = floats(kFirst, size_t(tokens) * key_width);  // [T][G * D], as are the values
   float* values = floats(kSecond, size_t(tokens) * key_width);
-  const Projection projections[] = {{layer.query.get(), q}, {layer.key.get(), keys}, {layer.value.get(), values}};
-  project(projections, 3, {x, layer.norm, layer.eps, tokens, layer.query->cols, Activations::none});
+  const Projection projections[] = {{layer.query.get(), q, layer.query_lora.get()},
+                                    {layer.key.get(), keys, layer.key_lora.get()},
+                                    {layer.value.get(), values, layer.value_lora.get()}};
+  project(projections, 3, {x, layer.norm, layer.eps, tokens, layer.query->cols, Activations::none}, batch.adapters);
   over_rows(tokens, [&](int first, int last) {
     for (int token = first; token < last; ++token) {
       const int position = batch.positions[token];
@@ -203,8 +223,9 @@ void project_kv(const Attention& layer, const float* x, const Batch& batch, cons
   const int tokens = batch.tokens, key_width = layer.kv_heads * layer.head_dim;
   float* keys = floats(kFirst, size_t(tokens) * key_width);  // [T][G * D], as are the values
   float* values = floats(kSecond, size_t(tokens) * key_width);
-  const Projection projections[] = {{layer.key.get(), keys}, {layer.value.get(), values}};
-  project(projections, 2, {x, nullptr, 0, tokens, layer.key->cols, Activations::none});
+  const Projection projections[] = {{layer.key.get(), keys, layer.key_lora.get()},
+                                    {layer.value.get(), values, layer.value_lora.get()}};
+  project(projections, 2, {x, nullptr, 0, tokens, layer.key->cols, Activations::none}, batch.adapters);
   over_rows(tokens, [&](int first, int last) {
     for (int token = first; token < last; ++token) {
       const size_t at = size_t(token) * key_width;
@@ -213,10 +234,12 @@ void project_kv(const Attention& layer, const float* x, const Batch& batch, cons
   });
 }
 
-void mlp(const Mlp& layer, float* x, int tokens) {
+void mlp(const Mlp& layer, float* x, int tokens, const int32_t* adapters) {
   const Activations activations = std::max(layer.gate->activations, layer.up->activations);
-  const float* hidden = gated(layer, {x, layer.norm, layer.eps, tokens, layer.gate->cols, activations});  // [T][N]
-  project_back(*layer.down, hidden, layer.down_bias, layer.post_norm, layer.eps, x, tokens);
+  const Input input{x, layer.norm, layer.eps, tokens, layer.gate->cols, activations};
+  const float* hidden = gated(layer, input, adapters);  // [T][N]
+  project_back(*layer.down, layer.down_lora.get(), adapters, hidden, layer.down_bias, layer.post_norm, layer.eps, x,
+               tokens);
 }
 
 }  // namespace outrider::LEVEL

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .protocol import Kernels as Kernels
 from .protocol import load as load
 from .structures import Activation as Activation
+from .structures import AttentionLora as AttentionLora
 from .structures import AttentionWeights as AttentionWeights
 from .structures import Batch as Batch
 from .structures import BlockInputs as BlockInputs
@@ -12,6 +13,7 @@ from .structures import ChildTokens as ChildTokens
 from .structures import DraftInputs as DraftInputs
 from .structures import LayerPages as LayerPages
 from .structures import LogitsProcessors as LogitsProcessors
+from .structures import MlpLora as MlpLora
 from .structures import MlpWeights as MlpWeights
 from .structures import NextTokens as NextTokens
 from .structures import SamplingMetadata as SamplingMetadata

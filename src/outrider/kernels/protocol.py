@@ -50,6 +50,18 @@ class Kernels(Protocol):
         """Repack a gated MLP for mlp."""
         ...
 
+    def lora_slots(self, slots: int, rank: int, shape: tuple[int, int]) -> Any:
+        """Make room for `slots` adapters of at most `rank` over a matrix of this shape [N, K]. All slots are empty."""
+        ...
+
+    def set_lora(self, lora_slots: Any, slot: int, a: Tensor | None, b: Tensor | None) -> None:
+        """Put an adapter a [R, K], b [N, R] f32 into a slot; None: empty it. Layers with these slots use it at once.
+
+        Tokens with this slot in Batch.adapters get x * transpose(a) * transpose(b) added to their product with the
+        matrix, before the bias.
+        """
+        ...
+
     def embed(self, table: Any, tokens: Tensor, scale: float) -> Tensor:
         """Return rows of `table` [V, E] times `scale`: [T, E]."""
         ...
@@ -78,8 +90,8 @@ class Kernels(Protocol):
         """Add post_norm(output(attention of q over the pages)) to x [T, E]."""
         ...
 
-    def mlp(self, x: Tensor, layer: Any) -> None:
-        """Add post_norm(down(activation(gate(norm(x))) * up(norm(x)))) to x [T, E]."""
+    def mlp(self, x: Tensor, layer: Any, adapters: Tensor | None = None) -> None:
+        """Add post_norm(down(activation(gate(norm(x))) * up(norm(x)))) to x [T, E]. adapters: as in Batch."""
         ...
 
     def layer_stack(self, layers: Sequence[tuple[Any, Any]], pages: Sequence[LayerPages]) -> Any:

@@ -20,6 +20,25 @@ class Weight:
 
 
 @dataclass(frozen=True)
+class AttentionLora:
+    """Slots of adapters over the matrices of an attention block, as Kernels.lora_slots returns them."""
+
+    query: Any
+    key: Any
+    value: Any
+    output: Any
+
+
+@dataclass(frozen=True)
+class MlpLora:
+    """Slots of adapters over the matrices of an MLP, as Kernels.lora_slots returns them."""
+
+    gate: Any
+    up: Any
+    down: Any
+
+
+@dataclass(frozen=True)
 class AttentionWeights:
     query: Weight  # [H * D, E]; [H * D, 2 * E] in draft heads that read two states (key and value likewise)
     key: Weight  # [G * D, E]
@@ -44,6 +63,7 @@ class AttentionWeights:
     output_bias: Tensor | None = None  # [E] f32
     cos: Tensor | None = None  # [positions, D / 2] f32; None: no rotary embedding in this layer
     sin: Tensor | None = None
+    lora: AttentionLora | None = None  # None: adapters are off
 
 
 @dataclass(frozen=True)
@@ -58,6 +78,7 @@ class MlpWeights:
     gate_bias: Tensor | None = None  # [N] f32
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None  # [E] f32
+    lora: MlpLora | None = None  # None: adapters are off
 
 
 @dataclass(frozen=True)
@@ -74,6 +95,7 @@ class Batch:
     query_starts: Tensor  # [B + 1] int32
     page_tables: Tensor  # [B, P] int32; position p of row b is in page page_tables[b, p // S]
     parents: Tensor | None = None  # [T] int32: the parent of token t among the tokens of this step; -1: the cached text
+    adapters: Tensor | None = None  # [T] int32: the slot of the token's adapter; -1: none; None: no token has one
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,24 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
 
+from ..protocol import Kernels
 from ..quantization import FORMATS, dequantize, row_bytes
-from ..structures import AttentionWeights, Batch, LayerPages, LogitsProcessors, MlpWeights, SamplingMetadata, Weight
+from ..structures import (
+    AttentionLora,
+    AttentionWeights,
+    Batch,
+    LayerPages,
+    LogitsProcessors,
+    MlpLora,
+    MlpWeights,
+    SamplingMetadata,
+    Weight,
+)
 
 PAGE = 16  # slots in a page
 SPARE = 3  # pages that no row uses
@@ -167,8 +179,46 @@ def mlp_weights(random: Generator, kind: str, shape: Shape, activation: str, opt
     )
 
 
-def _vectors(random: Generator, sizes: dict[str, int], names: Sequence[str]) -> dict[str, Tensor]:
+def _vectors(random: Generator, sizes: dict[str, int], names: Sequence[str]) -> dict[str, Any]:
     return {name: 1 + 0.3 * normal(random, sizes[name]) for name in names}
+
+
+LORA_RANKS = (3, 16, 0, 40)  # of the adapters in each slot; 0: empty
+
+
+def _random_lora(random: Generator, ops: Kernels, weight: Weight) -> object:
+    """Fill slots with adapters whose product is about as large as the matrix's."""
+    rows, columns = weight.shape
+    slots = ops.lora_slots(len(LORA_RANKS), max(LORA_RANKS), (rows, columns))
+    for slot, rank in enumerate(LORA_RANKS):
+        first, second = _random_pair(random, rows, columns, 17), _random_pair(random, rows, columns, max(rank, 1))
+        ops.set_lora(slots, slot, *first)  # a slot that is used again holds the second adapter only
+        ops.set_lora(slots, slot, *(second if rank else (None, None)))
+    return slots
+
+
+def _random_pair(random: Generator, rows: int, columns: int, rank: int) -> tuple[Tensor, Tensor]:
+    return normal(random, rank, columns) / math.sqrt(columns), normal(random, rows, rank) / math.sqrt(rank)
+
+
+def with_attention_lora(random: Generator, ops: Kernels, weights: AttentionWeights) -> AttentionWeights:
+    matrices = weights.query, weights.key, weights.value, weights.output
+    return replace(weights, lora=AttentionLora(*(_random_lora(random, ops, matrix) for matrix in matrices)))
+
+
+def with_mlp_lora(random: Generator, ops: Kernels, weights: MlpWeights) -> MlpWeights:
+    matrices = weights.gate, weights.up, weights.down
+    return replace(weights, lora=MlpLora(*(_random_lora(random, ops, matrix) for matrix in matrices)))
+
+
+def random_adapters(random: Generator, tokens: int) -> Tensor:
+    """Return a slot for each token, -1 among them, in runs of several lengths: [T] int32."""
+    slots = torch.randint(-1, len(LORA_RANKS), (tokens,), dtype=torch.int32, generator=random)
+    keeps = torch.rand(tokens, generator=random) < 0.5
+    for token in range(1, tokens):
+        if keeps[token]:
+            slots[token] = slots[token - 1]
+    return slots
 
 
 def random_batch(random: Generator, rows: Sequence[tuple[int, int]]) -> Batch:
@@ -257,6 +307,7 @@ def take_tokens(batch: Batch, tokens: Sequence[int]) -> Batch:
         slots=batch.slots[list(tokens)],
         query_starts=counts.cumsum(0).to(torch.int32),
         page_tables=batch.page_tables[rows],
+        adapters=None if batch.adapters is None else batch.adapters[list(tokens)],
         parents=None if parents is None else torch.tensor(parents, dtype=torch.int32),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -85,11 +86,15 @@ def project_qkv(
     dtype: torch.dtype = torch.float32,
     shape: Shape = SMALL,
     op: str = "project_qkv",
+    lora: bool = False,
 ) -> Case:
     def build(ops: Kernels, seed: int) -> Run:
         random = make.generator(seed)
-        layer = ops.attention_layer(make.attention_weights(random, kind, shape, options))
-        batch = make.random_batch(random, MIXED)
+        weights, batch = make.attention_weights(random, kind, shape, options), make.random_batch(random, MIXED)
+        if lora:
+            weights = make.with_attention_lora(random, ops, weights)
+            batch = replace(batch, adapters=make.random_adapters(random, len(batch.tokens)))
+        layer = ops.attention_layer(weights)
         pages = make.random_pages(random, batch, shape, dtype)
         x = make.normal(random, len(batch.tokens), shape.width)  # [T, E]
 
@@ -112,11 +117,16 @@ def attend(
     options: Sequence[str] = (),
     window: int = 0,
     timed: bool = False,
+    lora: bool = False,
 ) -> Case:
     def build(ops: Kernels, seed: int) -> Run:
         random = make.generator(seed)
-        layer = ops.attention_layer(make.attention_weights(random, kind, shape, options, window))
+        weights = make.attention_weights(random, kind, shape, options, window)
         batch = make.random_batch(random, rows)
+        if lora:
+            weights = make.with_attention_lora(random, ops, weights)
+            batch = replace(batch, adapters=make.random_adapters(random, len(batch.tokens)))
+        layer = ops.attention_layer(weights)
         pages = make.random_pages(random, batch, shape, dtype)
         # Large queries, so that attention is sharp and a wrong key shows.
         queries = 3 * make.normal(random, len(batch.tokens), shape.heads * shape.head_dim)  # [T, H * D]
@@ -143,38 +153,46 @@ def mlp(
     shape: Shape = SMALL,
     timed: bool = False,
     op: str = "mlp",
+    lora: bool = False,
 ) -> Case:
     def build(ops: Kernels, seed: int) -> Run:
         random = make.generator(seed)
-        layer = ops.mlp_layer(make.mlp_weights(random, kind, shape, activation, options))
+        weights, adapters = make.mlp_weights(random, kind, shape, activation, options), None
+        if lora:
+            weights = make.with_mlp_lora(random, ops, weights)
+            adapters = make.random_adapters(random, tokens)
+        layer = ops.mlp_layer(weights)
         x = make.normal(random, tokens, shape.width)  # [T, E]
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
             out = pick(x, items)
-            ops.mlp(out, layer)
+            ops.mlp(out, layer, None if adapters is None else pick(adapters, items))
             return (out,)
 
         return run
 
     size = 2 * shape.inner * row_bytes(kind, shape.width) + shape.width * row_bytes(kind, shape.inner)
-    name = " ".join([kind, activation, f"{tokens}x{shape.width}x{shape.inner}", *options])
+    name = " ".join([kind, activation, f"{tokens}x{shape.width}x{shape.inner}", *options, *(["adapters"] * lora)])
     return Case(op, name, tokens, TOLERANCE[kind], build, size, timed)
 
 
-def layer_stack(op: str) -> Case:
+def layer_stack(op: str, lora: bool = False) -> Case:
     """Run two layers in one call, so that the second reads the output of the first."""
     shape, rows = SMALL, ((0, 1), (20, 1), (7, 1), (33, 1))  # single tokens: each can be run without the others
 
     def build(ops: Kernels, seed: int) -> Run:
         random = make.generator(seed)
-        layers = [
-            (
-                ops.attention_layer(make.attention_weights(random, "f32", shape, ["norm", "rotary"])),
-                ops.mlp_layer(make.mlp_weights(random, "f32", shape, "silu", ["norm"])),
-            )
-            for _ in range(2)
-        ]
+        layers = []
+        for _ in range(2):
+            attention = make.attention_weights(random, "f32", shape, ["norm", "rotary"])
+            perceptron = make.mlp_weights(random, "f32", shape, "silu", ["norm"])
+            if lora:
+                attention = make.with_attention_lora(random, ops, attention)
+                perceptron = make.with_mlp_lora(random, ops, perceptron)
+            layers.append((ops.attention_layer(attention), ops.mlp_layer(perceptron)))
         batch = make.random_batch(random, rows)
+        if lora:
+            batch = replace(batch, adapters=torch.tensor([3, -1, 0, 1], dtype=torch.int32))
         storage = [make.random_pages(random, batch, shape, torch.float32) for _ in layers]
         x = make.normal(random, len(batch.tokens), shape.width)  # [T, E]
 
@@ -187,7 +205,7 @@ def layer_stack(op: str) -> Case:
 
         return run
 
-    return Case(op, "two layers", sum(count for _, count in rows), TOLERANCE["f32"], build)
+    return Case(op, "two layers" + ", adapters" * lora, sum(count for _, count in rows), TOLERANCE["f32"], build)
 
 
 EVERYTHING = ("norm", "post_norm", "output_bias", "rotary", *BIASES, *HEAD_NORMS)
@@ -247,6 +265,13 @@ def _all() -> list[Case]:
         vector(),
         layer_stack("layer_stack"),
         layer_stack("run_layers"),
+        layer_stack("run_layers", lora=True),
+        project_qkv("adapters", ["norm", "rotary", *BIASES], op="lora_slots", lora=True),
+        project_qkv("q8_0, adapters", ["norm", *HEAD_NORMS], "q8_0", half, op="set_lora", lora=True),
+        attend("adapters", options=["post_norm", "output_bias"], lora=True),
+        attend("q4_1, adapters", "q4_1", half, lora=True),
+        mlp("f32", "gelu_tanh", ["norm", "post_norm", "gate_bias"], tokens=17, lora=True),
+        mlp("q8_0", "silu", tokens=40, lora=True),
     ]
     return found
 

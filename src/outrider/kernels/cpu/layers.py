@@ -103,6 +103,8 @@ def attention_layer(weights: AttentionWeights, fast_activations: bool = False) -
         **_addresses(vectors),
         rope_positions=0 if cos is None else cos.numel() * 2 // weights.head_dim,
     )
+    if weights.lora is not None:
+        native.set_lora(weights.lora.query, weights.lora.key, weights.lora.value, weights.lora.output)
     alive = tuple(vectors.values())
     return AttentionLayer(native, input_width, width, queries, weights.kv_heads, weights.head_dim, alive)
 
@@ -124,7 +126,20 @@ def mlp_layer(weights: MlpWeights, fast_activations: bool = False) -> MlpLayer:
         eps=weights.eps,
         **_addresses(vectors),
     )
+    if weights.lora is not None:
+        native.set_lora(weights.lora.gate, weights.lora.up, weights.lora.down)
     return MlpLayer(native, width, tuple(vectors.values()))
+
+
+def lora_slots(slots: int, rank: int, shape: tuple[int, int]) -> _native.LoraSlots:
+    return _native.LoraSlots(slots, *shape)  # an adapter takes the memory of its own rank
+
+
+def set_lora(lora_slots: _native.LoraSlots, slot: int, a: Tensor | None, b: Tensor | None) -> None:
+    if a is None or b is None:
+        lora_slots.set(slot, None, None)
+    else:
+        lora_slots.set(slot, *(matrix(Weight("f32", tuple(part.shape), part)) for part in (a, b)))
 
 
 def embed(table: _native.Matrix, tokens: Tensor, scale: float) -> Tensor:
@@ -178,8 +193,10 @@ def attend(q: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages, x:
     _native.attend(layer.native, queries, native_batch, pages_of(layer, pages), states)
 
 
-def mlp(x: Tensor, layer: MlpLayer) -> None:
-    _native.mlp(layer.native, floats(x, x.shape[0], layer.width), x.shape[0])
+def mlp(x: Tensor, layer: MlpLayer, adapters: Tensor | None = None) -> None:
+    tokens = x.shape[0]
+    slots = 0 if adapters is None else integers(adapters, tokens)
+    _native.mlp(layer.native, floats(x, tokens, layer.width), tokens, slots)
 
 
 def layer_stack(layers: Sequence[tuple[AttentionLayer, MlpLayer]], pages: Sequence[LayerPages]) -> Stack:
@@ -262,6 +279,7 @@ def _batch(batch: Batch) -> _native.Batch:
             query_starts=integers(batch.query_starts, rows + 1),
             page_tables=integers(batch.page_tables),
             parents=0 if batch.parents is None else integers(batch.parents, tokens),
+            adapters=0 if batch.adapters is None else integers(batch.adapters, tokens),
             tokens=tokens,
             rows=rows,
             table_width=table_width,

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from ..structures import Activation, AttentionWeights, Batch, LayerPages, MlpWeights
 from .device import DEVICE, on_device
+from .lora import LoraSlots, add_lora
 from .matmul import gated_matmul, matmul
 from .matrices import Matrix, matrix, pack, rows
 from .paged_attention import Heads, paged_attention
-from .pointwise import add_normed
+from .pointwise import add_normed, rms_norm
 from .rope import RopeWeights, rotate_and_store
 
 # Up to this many tokens beyond one per row, one kernel applies rope, stores KV and attends: each tile rotates all new
@@ -34,6 +35,8 @@ class AttentionLayer:
     bias: Tensor | None  # [(H + 2 * G) * D] f32
     kv_bias: Tensor | None  # its last 2 * G * D numbers
     output_bias: Tensor | None  # [E] f32
+    qkv_lora: tuple[LoraSlots, ...] = ()  # of queries, keys and values; empty: adapters are off
+    output_lora: tuple[LoraSlots, ...] = ()
 
 
 def attention_layer(weights: AttentionWeights, batch_invariant: bool = False) -> AttentionLayer:
@@ -68,32 +71,45 @@ def attention_layer(weights: AttentionWeights, batch_invariant: bool = False) ->
         bias=bias,
         kv_bias=None if bias is None else bias[queries:],
         output_bias=on_device(weights.output_bias),
+        qkv_lora=() if weights.lora is None else (weights.lora.query, weights.lora.key, weights.lora.value),
+        output_lora=() if weights.lora is None else (weights.lora.output,),
     )
 
 
+def _project(x: Tensor, layer: AttentionLayer, batch: Batch) -> Tensor:
+    """Return queries, keys and values before the rotary embedding: [T, (H + 2 * G) * D]."""
+    projected = matmul(x, layer.qkv, norm=layer.norm, eps=layer.eps, bias=layer.bias)
+    if batch.adapters is not None and layer.qkv_lora:
+        states = x if layer.norm is None else rms_norm(x, layer.norm, layer.eps)
+        add_lora(states, layer.qkv_lora, batch.adapters, projected)
+    return projected
+
+
 def project_qkv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> Tensor:
-    projected = matmul(x, layer.qkv, norm=layer.norm, eps=layer.eps, bias=layer.bias)  # [T, (H + 2 * G) * D]
+    projected = _project(x, layer, batch)
     return rotate_and_store(projected, layer.heads.count, layer.rope, batch, pages)
 
 
 def project_kv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> None:
     projected = matmul(x, layer.kv, bias=layer.kv_bias)  # [T, 2 * G * D]
+    if batch.adapters is not None and layer.qkv_lora:
+        add_lora(x, layer.qkv_lora[1:], batch.adapters, projected)
     rotate_and_store(projected, 0, layer.rope, batch, pages)
 
 
 def attention(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> None:
     """Run `project_qkv` and `attend`, fused for short causal chains."""
-    projected = matmul(x, layer.qkv, norm=layer.norm, eps=layer.eps, bias=layer.bias)  # [T, (H + 2 * G) * D]
+    projected = _project(x, layer, batch)
     if _fusable(layer, batch):
         mixed = paged_attention(projected, layer.heads, batch, pages, layer.output.compute, layer.rope)  # [T, H * D]
-        _add_output(mixed, layer, x)
+        _add_output(mixed, layer, batch, x)
     else:
         attend(rotate_and_store(projected, layer.heads.count, layer.rope, batch, pages), layer, batch, pages, x)
 
 
 def attend(q: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages, x: Tensor) -> None:
     mixed = paged_attention(q, layer.heads, batch, pages, layer.output.compute)  # [T, H * D], as it is multiplied
-    _add_output(mixed, layer, x)
+    _add_output(mixed, layer, batch, x)
 
 
 def _fusable(layer: AttentionLayer, batch: Batch) -> bool:
@@ -104,11 +120,26 @@ def _fusable(layer: AttentionLayer, batch: Batch) -> bool:
     return chains and bare and batch.positions.shape[0] <= batch.page_tables.shape[0] + SURPLUS
 
 
-def _add_output(mixed: Tensor, layer: AttentionLayer, x: Tensor) -> None:
-    if layer.post_norm is None:
-        matmul(mixed, layer.output, bias=layer.output_bias, add=x)
-    else:
-        add_normed(x, matmul(mixed, layer.output, bias=layer.output_bias), layer.post_norm, layer.eps)
+def _add_output(mixed: Tensor, layer: AttentionLayer, batch: Batch, x: Tensor) -> None:
+    _add_back(mixed, layer.output, layer.output_bias, layer.output_lora, batch.adapters, layer.post_norm, layer.eps, x)
+
+
+def _add_back(
+    inner: Tensor,
+    matrix: Matrix,
+    bias: Tensor | None,
+    lora: tuple[LoraSlots, ...],
+    adapters: Tensor | None,
+    post_norm: Tensor | None,
+    eps: float,
+    x: Tensor,
+) -> None:
+    """Add post_norm(linear(inner) + bias) to x [T, E]: the end of every block of a layer."""
+    out = matmul(inner, matrix, bias=bias, add=x if post_norm is None else None)
+    if adapters is not None and lora:
+        add_lora(inner, lora, adapters, out)
+    if post_norm is not None:
+        add_normed(x, out, post_norm, eps)
 
 
 def _biases(weights: AttentionWeights) -> Tensor | None:
@@ -135,6 +166,8 @@ class MlpLayer:
     gate_bias: Tensor | None  # [N] f32
     up_bias: Tensor | None  # [N] f32
     down_bias: Tensor | None  # [E] f32
+    gate_up_lora: tuple[LoraSlots, ...] = ()  # empty: adapters are off
+    down_lora: tuple[LoraSlots, ...] = ()
 
 
 def mlp_layer(weights: MlpWeights, *, batch_invariant: bool = False) -> MlpLayer:
@@ -148,10 +181,17 @@ def mlp_layer(weights: MlpWeights, *, batch_invariant: bool = False) -> MlpLayer
         gate_bias=on_device(weights.gate_bias),
         up_bias=on_device(weights.up_bias),
         down_bias=on_device(weights.down_bias),
+        gate_up_lora=() if weights.lora is None else (weights.lora.gate, weights.lora.up),
+        down_lora=() if weights.lora is None else (weights.lora.down,),
     )
 
 
-def mlp(x: Tensor, layer: MlpLayer) -> None:
+def mlp(x: Tensor, layer: MlpLayer, adapters: Tensor | None = None) -> None:
+    deltas = None
+    if adapters is not None and layer.gate_up_lora:
+        states = x if layer.norm is None else rms_norm(x, layer.norm, layer.eps)
+        deltas = torch.zeros(x.shape[0], layer.gate_up.shape[0], device=x.device)  # [T, 2 * N]
+        add_lora(states, layer.gate_up_lora, adapters, deltas)
     inner = gated_matmul(
         x,
         layer.gate_up,
@@ -160,11 +200,9 @@ def mlp(x: Tensor, layer: MlpLayer) -> None:
         gate_bias=layer.gate_bias,
         up_bias=layer.up_bias,
         activation=layer.activation,
+        deltas=deltas,
     )  # [T, N]
-    if layer.post_norm is None:
-        matmul(inner, layer.down, bias=layer.down_bias, add=x)
-    else:
-        add_normed(x, matmul(inner, layer.down, bias=layer.down_bias), layer.post_norm, layer.eps)
+    _add_back(inner, layer.down, layer.down_bias, layer.down_lora, adapters, layer.post_norm, layer.eps, x)
 
 
 StackedLayer = tuple[AttentionLayer, MlpLayer, LayerPages]
@@ -180,4 +218,4 @@ def layer_stack(layers: Sequence[tuple[AttentionLayer, MlpLayer]], pages: Sequen
 def run_layers(x: Tensor, layer_stack: list[StackedLayer], batch: Batch) -> None:
     for layer, perceptron, pages in layer_stack:
         attention(x, layer, batch, pages)
-        mlp(x, perceptron)
+        mlp(x, perceptron, batch.adapters)

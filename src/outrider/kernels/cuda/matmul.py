@@ -54,6 +54,7 @@ class Biases(NamedTuple):
 
     first: Tensor | None
     up: Tensor | None
+    deltas: Tensor | None  # [rows, 2 * outputs] f32: added to each row of a gated matmul, those of the gate first
 
 
 class SplitK(NamedTuple):
@@ -173,16 +174,22 @@ def gated_matmul(
     gate_bias: Tensor | None,
     up_bias: Tensor | None,
     activation: Activation,
+    deltas: Tensor | None = None,
 ) -> Tensor:
-    """Return activation(gate) * up: [T, N] in the compute dtype; the matrix [2 * N, K] holds gate, then up."""
+    """Return activation(gate) * up: [T, N] in the compute dtype; the matrix [2 * N, K] holds gate, then up.
+
+    deltas [T, 2 * N] f32 are added to the products.
+    """
     outputs = gate_up.shape[0] // 2
     shape = _shape(x.shape[0], gate_up, True)
     if shape is not None:
         out = torch.empty(x.shape[0], outputs, dtype=gate_up.compute, device=x.device)  # [T, N]
-        launch(x, gate_up, norm, eps, gate_bias, up_bias, out, shape, activation, False)
+        launch(x, gate_up, norm, eps, gate_bias, up_bias, out, shape, activation, False, deltas)
         return out
     both = torch.empty(x.shape[0], 2 * outputs, dtype=gate_up.compute, device=x.device)  # [T, 2 * N]
     _multiply(_normed(x, norm, eps, gate_up.compute), gate_up, both)
+    if deltas is not None:
+        both += deltas
     return gate(both, gate_bias, up_bias, activation)
 
 
@@ -215,6 +222,7 @@ def launch(
     shape: tuple[int, Tiling],
     activation: Activation | None,
     add: bool,
+    deltas: Tensor | None = None,
 ) -> None:
     """Launch the fused kernel with `shape`: rows per program, tiling."""
     rows, tile = shape
@@ -235,7 +243,7 @@ def launch(
         x.contiguous(),
         norm,
         MatrixData(matrix.data, matrix.scales, matrix.minima),
-        Biases(bias, other_bias),
+        Biases(bias, other_bias, deltas),
         out,
         split,
         tokens,
@@ -389,7 +397,13 @@ def _finish(
         factor = tl.rsqrt(size / columns + eps)[None, :]
     total = _biased(total * factor, biases.first, output, outputs)
     if activation is not None:
-        total = activate(total, activation) * _biased(other_total * factor, biases.up, output, outputs)
+        other_total = _biased(other_total * factor, biases.up, output, outputs)
+        if biases.deltas is not None:
+            at = biases.deltas + row.to(tl.int64)[None, :] * (2 * outputs) + output[:, None]
+            inside = (row < rows)[None, :] & (output < outputs)[:, None]
+            total += tl.load(at, mask=inside, other=0)
+            other_total += tl.load(at + outputs, mask=inside, other=0)
+        total = activate(total, activation) * other_total
     target = out + row.to(tl.int64)[None, :] * outputs + output[:, None]
     kept = (row < rows)[None, :] & (output < outputs)[:, None]
     if operation.add:

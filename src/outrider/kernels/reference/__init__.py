@@ -16,6 +16,7 @@ from .layers import copy_kv as copy_kv
 from .layers import embed as embed
 from .layers import layer_stack as layer_stack
 from .layers import linear as linear
+from .layers import lora_slots as lora_slots
 from .layers import matrix as matrix
 from .layers import mlp as mlp
 from .layers import mlp_layer as mlp_layer
@@ -24,6 +25,7 @@ from .layers import project_kv as project_kv
 from .layers import project_qkv as project_qkv
 from .layers import rms_norm as rms_norm
 from .layers import run_layers as run_layers
+from .layers import set_lora as set_lora
 from .layers import vector as vector
 from .recording import record as record
 from .sampling import mask_logits as mask_logits

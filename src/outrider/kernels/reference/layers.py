@@ -11,7 +11,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from ..quantization import dequantize
-from ..structures import AttentionWeights, Batch, LayerPages, MlpWeights, Weight
+from ..structures import AttentionLora, AttentionWeights, Batch, LayerPages, MlpLora, MlpWeights, Weight
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,15 @@ class MlpLayer:
     down: Tensor
 
 
+@dataclass(frozen=True)
+class LoraSlots:
+    shape: tuple[int, int]
+    pairs: list[tuple[Tensor, Tensor] | None]  # [R, K] and [N, R] of each slot; None: empty
+
+
 StackedLayer = tuple[AttentionLayer, MlpLayer, LayerPages]
+NO_LORA = AttentionLora(None, None, None, None)
+NO_MLP_LORA = MlpLora(None, None, None)
 
 
 def vector(values: Tensor) -> Tensor:
@@ -50,6 +58,18 @@ def attention_layer(weights: AttentionWeights) -> AttentionLayer:
 
 def mlp_layer(weights: MlpWeights) -> MlpLayer:
     return MlpLayer(weights, matrix(weights.gate), matrix(weights.up), matrix(weights.down))
+
+
+def lora_slots(slots: int, rank: int, shape: tuple[int, int]) -> LoraSlots:
+    return LoraSlots(shape, [None] * slots)
+
+
+def set_lora(lora_slots: LoraSlots, slot: int, a: Tensor | None, b: Tensor | None) -> None:
+    if not 0 <= slot < len(lora_slots.pairs):
+        raise ValueError(f"no slot {slot} for an adapter: there are {len(lora_slots.pairs)}")
+    if a is not None and b is not None and (b.shape[0], a.shape[1], b.shape[1]) != (*lora_slots.shape, a.shape[0]):
+        raise ValueError(f"an adapter of {list(a.shape)} and {list(b.shape)} does not fit {list(lora_slots.shape)}")
+    lora_slots.pairs[slot] = None if a is None or b is None else (a, b)
 
 
 def embed(table: Tensor, tokens: Tensor, scale: float) -> Tensor:
@@ -76,7 +96,8 @@ def norm_linear(x: Tensor, weight: Tensor, eps: float, matrix: Tensor, out: Tens
 def project_qkv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> Tensor:
     weights = layer.weights
     states = _optional_norm(x, weights.norm, weights.eps)  # [T, E]
-    queries = _heads(states, layer.query, weights.query_bias, weights)  # [T, H, D]
+    lora = weights.lora or NO_LORA
+    queries = _heads(states, layer.query, weights.query_bias, weights, lora.query, batch.adapters)  # [T, H, D]
     queries = _rotate(_head_norm(queries, weights.query_norm, weights.eps), weights, batch.positions)
     project_kv(states, layer, batch, pages)
     return queries.flatten(1)
@@ -85,9 +106,10 @@ def project_qkv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPage
 def project_kv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> None:
     weights, stored = layer.weights, batch.slots != -1  # [T]
     states, positions, slots = x[stored], batch.positions[stored], batch.slots[stored].tolist()
-    keys = _heads(states, layer.key, weights.key_bias, weights)  # [stored, G, D]
+    adapters, lora = None if batch.adapters is None else batch.adapters[stored], weights.lora or NO_LORA
+    keys = _heads(states, layer.key, weights.key_bias, weights, lora.key, adapters)  # [stored, G, D]
     keys = _rotate(_head_norm(keys, weights.key_norm, weights.eps), weights, positions)
-    values = _heads(states, layer.value, weights.value_bias, weights)  # [stored, G, D]
+    values = _heads(states, layer.value, weights.value_bias, weights, lora.value, adapters)  # [stored, G, D]
     for key, value, slot in zip(keys, values, slots, strict=True):
         page, offset = page_and_offset(pages, slot)
         pages.keys[page, :, offset], pages.values[page, :, offset] = key, value
@@ -103,17 +125,19 @@ def attend(q: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages, x:
         query = q[token].reshape(weights.kv_heads, -1, weights.head_dim)  # [G, H / G, D]
         scores = query @ keys.transpose(1, 2) * weights.scale  # [G, H / G, keys]
         mixed[token] = (torch.softmax(scores, -1) @ values).flatten()  # 0 if no key is visible
-    out = _affine(mixed, layer.output, weights.output_bias)  # [T, E]
+    lora = weights.lora or NO_LORA
+    out = _affine(mixed, layer.output, weights.output_bias, lora.output, batch.adapters)  # [T, E]
     x[:count] += _optional_norm(out, weights.post_norm, weights.eps)
 
 
-def mlp(x: Tensor, layer: MlpLayer) -> None:
+def mlp(x: Tensor, layer: MlpLayer, adapters: Tensor | None = None) -> None:
     weights = layer.weights
+    lora = weights.lora or NO_MLP_LORA
     states = _optional_norm(x, weights.norm, weights.eps)  # [T, E]
-    gate = _affine(states, layer.gate, weights.gate_bias)  # [T, N]
-    up = _affine(states, layer.up, weights.up_bias)
+    gate = _affine(states, layer.gate, weights.gate_bias, lora.gate, adapters)  # [T, N]
+    up = _affine(states, layer.up, weights.up_bias, lora.up, adapters)
     active = _row_by_row(gate, functional.silu if weights.activation == "silu" else _tanh_gelu)
-    out = _affine(active * up, layer.down, weights.down_bias)  # [T, E]
+    out = _affine(active * up, layer.down, weights.down_bias, lora.down, adapters)  # [T, E]
     x += _optional_norm(out, weights.post_norm, weights.eps)
 
 
@@ -130,7 +154,7 @@ def run_layers(x: Tensor, layer_stack: list[StackedLayer], batch: Batch) -> None
     for attention, mlp_weights, pages in layer_stack:
         queries = project_qkv(x, attention, batch, pages)  # [T, H * D]
         attend(queries, attention, batch, pages, x)
-        mlp(x, mlp_weights)
+        mlp(x, mlp_weights, batch.adapters)
 
 
 def _row_by_row(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
@@ -147,13 +171,32 @@ def _head_norm(heads: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return heads if weight is None else _row_by_row(heads, lambda row: rms_norm(row, weight, eps))
 
 
-def _affine(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+def _affine(
+    x: Tensor,
+    matrix: Tensor,
+    bias: Tensor | None,
+    lora_slots: LoraSlots | None = None,
+    adapters: Tensor | None = None,
+) -> Tensor:
+    """Return x times the transpose of `matrix`, with the adapters [T] of the rows, plus `bias`."""
     out = linear(x, matrix)
+    if lora_slots is not None and adapters is not None:
+        for row, slot in enumerate(adapters[: len(x)].tolist()):
+            if slot >= 0 and (pair := lora_slots.pairs[slot]) is not None:
+                out[row] += x[row : row + 1].mm(pair[0].T).mm(pair[1].T)[0]
     return out if bias is None else out + bias
 
 
-def _heads(x: Tensor, matrix: Tensor, bias: Tensor | None, weights: AttentionWeights) -> Tensor:
-    return _affine(x, matrix, bias).view(-1, matrix.shape[0] // weights.head_dim, weights.head_dim)
+def _heads(
+    x: Tensor,
+    matrix: Tensor,
+    bias: Tensor | None,
+    weights: AttentionWeights,
+    lora_slots: LoraSlots | None,
+    adapters: Tensor | None,
+) -> Tensor:
+    out = _affine(x, matrix, bias, lora_slots, adapters)
+    return out.view(-1, matrix.shape[0] // weights.head_dim, weights.head_dim)
 
 
 def _tanh_gelu(x: Tensor) -> Tensor:
