@@ -153,7 +153,7 @@ def test_fields_without_effect_are_named_in_a_header(client, ask) -> None:
 
 
 def test_more_messages_than_tokens_of_the_context_are_not_rendered(client, llm, monkeypatch) -> None:
-    monkeypatch.setattr(llm.llm.tokenizer, "apply_chat", lambda *_, **__: pytest.fail("the chat was rendered"))
+    monkeypatch.setattr(llm.llm.tokenizer, "chat_prompt", lambda *_, **__: pytest.fail("the chat was rendered"))
     count = llm.llm.resolved.max_context + 1
     response = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}] * count})
     assert response.status_code == 400 and response.json()["error"]["param"] == "messages"

@@ -50,6 +50,56 @@ def test_a_costly_field_is_refused_by_name(client, name: str) -> None:
     assert time.monotonic() - began < 10
 
 
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+TOOL = {"type": "function", "function": {"name": "f"}}
+BEYOND: list[tuple[str, dict[str, Any], str]] = [
+    (TEXT, {"n": 129}, "n"),
+    (CHAT, {"n": 129}, "n"),
+    (TEXT, {"prompt": ["a"] * 2049}, "prompt"),
+    (TEXT, {"stop": ["a"] * 257}, "stop"),
+    (TEXT, {"bad_words": ["a"] * 257}, "bad_words"),
+    (TEXT, {"logprobs": 101}, "logprobs"),
+    (CHAT, {"logprobs": True, "top_logprobs": 101}, "top_logprobs"),
+    (CHAT, {"prompt_logprobs": 101}, "prompt_logprobs"),
+    (CHAT, {"tools": [TOOL] * 129}, "tools"),
+    (TEXT, {"cache_salt": "a" * 257}, "cache_salt"),
+    (TEXT, {"guided_regex": "a" * 131073}, "guided_regex"),
+]
+
+
+@pytest.mark.parametrize("path, fields, param", BEYOND, ids=[f"{param} {path}" for path, _, param in BEYOND])
+def test_a_field_beyond_its_limit_is_named(client, path: str, fields: dict[str, Any], param: str) -> None:
+    given: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]} if path == CHAT else {"prompt": "a"}
+    answer = client.post(path, json={**given, "max_tokens": 2, **fields})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param and f"`{param}`" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "path, fields, param, lists",
+    [
+        (CHAT, {"prompt_logprobs": 3, "n": 2}, "prompt_logprobs", 1),
+        (TEXT, {"prompt_logprobs": 3, "n": 2}, "prompt_logprobs", 2),
+        (TEXT, {"logprobs": 3, "echo": True, "n": 2}, "logprobs", 2),
+    ],
+)
+def test_lists_of_the_prompt_are_bounded(
+    client, path: str, fields: dict[str, Any], param: str, lists: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = (
+        {"messages": [{"role": "user", "content": "a" * 9}]} if path == CHAT else {"prompt": "a" * 9}
+    )
+    answer = client.post(path, json={**given, "max_tokens": 1, **fields})
+    assert answer.status_code == 200, answer.text
+    entries = 4 * lists * answer.json()["usage"]["prompt_tokens"]
+    monkeypatch.setattr("outrider.server.api.costs.MAX_PROMPT_LOGPROBS", entries)
+    assert client.post(path, json={**given, "max_tokens": 1, **fields}).status_code == 200
+    monkeypatch.setattr("outrider.server.api.costs.MAX_PROMPT_LOGPROBS", entries - 1)
+    answer = client.post(path, json={**given, "max_tokens": 1, **fields})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+    assert f"takes {entries} entries" in answer.json()["error"]["message"]
+
+
 def test_a_long_prediction_is_cut_to_the_context(client, llm) -> None:
     encoded: list[int] = []
     tokenizer = llm.llm.tokenizer

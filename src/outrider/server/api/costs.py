@@ -24,12 +24,15 @@ def check_costs(request: GenerationRequest, prompts: int = 1) -> None:
     _check_characters("bad_words", request.bad_words or [], MAX_WORD_CHARACTERS)
 
 
-def check_prompt_logprobs(count: int | None, tokens: int, samples: int) -> None:
-    """Check the size of a response that lists `count` log-probabilities for each token of the prompt."""
+def check_prompt_logprobs(count: int | None, tokens: int, samples: int, name: str = "prompt_logprobs") -> None:
+    """Check the size of a response that lists `count` log-probabilities for each token of the prompt.
+
+    samples: lists in the response. name: the field that asks for them.
+    """
     entries = (1 + (count or 0)) * tokens * samples
     if count is not None and entries > MAX_PROMPT_LOGPROBS:
-        reason = f"takes {entries} entries, for {tokens} tokens and {samples} choices: at most {MAX_PROMPT_LOGPROBS}"
-        raise ApiError(400, f"`prompt_logprobs` {reason}", param="prompt_logprobs")
+        reason = f"takes {entries} entries, for {tokens} tokens in {samples} lists: at most {MAX_PROMPT_LOGPROBS}"
+        raise ApiError(400, f"`{name}` {reason}", param=name)
 
 
 def _check_characters(name: str, texts: list[str], limit: int) -> None:

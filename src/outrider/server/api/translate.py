@@ -128,7 +128,9 @@ async def completion_inputs(
         extras: dict[str, Any] = {"logprobs": request.logprobs, "structured": structured, "prediction": prediction}
         if request.echo and request.prompt_logprobs is None:
             extras["prompt_logprobs"] = request.logprobs
-        check_prompt_logprobs(request.prompt_logprobs, len(tokens), (request.n or 1) * len(prompts))
+        listed = extras.get("prompt_logprobs", request.prompt_logprobs)
+        name = "prompt_logprobs" if request.prompt_logprobs is not None else "logprobs"
+        check_prompt_logprobs(listed, len(tokens), (request.n or 1) * len(prompts), name)
         names = {"structured": requested_field(request)}
         params = sampling_params(request, context, limit, extras, names)
         echo = prompt_text(tokenizer, prompt, params) if request.echo else ""
@@ -170,6 +172,7 @@ async def chat_input(
     tokens = await encode(tokenizer, prompt, bool(request.add_special_tokens))
     name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     limit = max_tokens(context, tokens, getattr(request, name), None, name)
+    check_prompt_logprobs(request.prompt_logprobs, len(tokens), 1)  # one list for all choices
     prediction = await prediction_tokens(request, context)
     extras: dict[str, Any] = {"structured": tools.structured, "prediction": prediction}
     if request.logprobs:
