@@ -17,6 +17,13 @@ constexpr size_t kMostPartial = size_t(1) << 24;  // limit of the partial states
 // Keep one copy of this code: two inlined copies could contract multiply-adds differently and give other bits.
 #define OUTRIDER_ONE_COPY __attribute__((noinline))
 
+// Bound the scores of a chunk softly, whole blocks of them.
+OUTRIDER_ONE_COPY void cap_scores(float* scores, int first, int last, float cap) {
+  const f32x16 factor = splat(cap), inverse = splat(1 / cap);
+  for (int i = first / kBlock * kBlock; i < last; i += kBlock)
+    store(scores + i, factor * tanh(load(scores + i) * inverse));
+}
+
 // Turn scores [first, last) of a chunk into softmax weights. Exponents are clamped at -87, where e^x is nearly 0.
 OUTRIDER_ONE_COPY void weigh(float* scores, int first, int last, State state) {
   const int start = first / kBlock * kBlock, end = (last + kBlock - 1) / kBlock * kBlock;
@@ -129,8 +136,11 @@ void attend_rows(const View& view, const Task& task, int start, int from, int to
     score_tree<Format>(view, task, tree_range, panel, workspace);
   }
   over_runs(view, task, start, to, 1, [&](int query, int queries, int first, int last) {
-    for (int i = query; i < query + queries; ++i)
-      weigh(workspace.scores + size_t(i) * kChunk, first, last, State(states + size_t(i) * view.stride, width));
+    for (int i = query; i < query + queries; ++i) {
+      float* scores = workspace.scores + size_t(i) * kChunk;
+      if (view.layer.soft_cap > 0) cap_scores(scores, first, last, view.layer.soft_cap);
+      weigh(scores, first, last, State(states + size_t(i) * view.stride, width));
+    }
   });
   const Element* loaded[kChunk];
   load_values<Format, Loaded>(view, from, tree_range.from, values.at, workspace, loaded);

@@ -83,12 +83,14 @@ void check_shape(const MatrixPointer& matrix, const char* name, int rows, int co
 
 std::shared_ptr<Attention> make_attention(MatrixPointer query, MatrixPointer key, MatrixPointer value,
                                           MatrixPointer output, int heads, int kv_heads, int head_dim, int window,
-                                          int skip, bool causal, bool anchored, float scale, float eps, Address norm,
-                                          Address post_norm, Address query_norm, Address key_norm, Address query_bias,
-                                          Address key_bias, Address value_bias, Address output_bias, Address cos,
-                                          Address sin, int rope_positions) {
+                                          int skip, bool causal, bool anchored, bool whole_norms, float scale,
+                                          float soft_cap, float eps, Address norm, Address post_norm,
+                                          Address query_norm, Address key_norm, Address query_bias, Address key_bias,
+                                          Address value_bias, Address output_bias, Address cos, Address sin,
+                                          int rope_positions) {
   if (heads < 1 || kv_heads < 1 || heads % kv_heads != 0 || head_dim < 2 || head_dim % 2 != 0)
     refuse("attention needs a multiple of `kv_heads` as `heads` and an even `head_dim`");
+  if (!(soft_cap >= 0)) refuse("`soft_cap` is a bound of scores: 0 or more");
   if (window < 0 || skip < 0) refuse("`window` and `skip` are counts of positions: 0 or more");
   const int width = query ? query->cols : 0;  // input width; the residual stream may have another
   check_shape(query, "query", heads * head_dim, width);
@@ -96,11 +98,12 @@ std::shared_ptr<Attention> make_attention(MatrixPointer query, MatrixPointer key
   check_shape(value, "value", kv_heads * head_dim, width);
   check_shape(output, "output", output ? output->rows : 0, heads * head_dim);
   auto f = [](Address address) { return at<const float>(address); };
-  return std::make_shared<Attention>(Attention{query,          key,         value,         output,      heads,
-                                               kv_heads,       head_dim,    window,        skip,        causal,
-                                               anchored,       scale,       eps,           f(norm),     f(post_norm),
-                                               f(query_norm),  f(key_norm), f(query_bias), f(key_bias), f(value_bias),
-                                               f(output_bias), f(cos),      f(sin),        rope_positions});
+  return std::make_shared<Attention>(
+      Attention{query,         key,           value,         output,       heads,       kv_heads,
+                head_dim,      window,        skip,          causal,       anchored,    whole_norms,
+                scale,         soft_cap,      eps,           f(norm),      f(post_norm), f(query_norm),
+                f(key_norm),   f(query_bias), f(key_bias),   f(value_bias), f(output_bias), f(cos),
+                f(sin),        rope_positions});
 }
 
 std::shared_ptr<Mlp> make_mlp(MatrixPointer gate, MatrixPointer up, MatrixPointer down, int activation, float eps,
@@ -154,9 +157,9 @@ void bind_lora(nb::module_& module) {
 void bind_layers(nb::module_& module) {
   nb::class_<Attention>(module, "Attention", "The weights of one attention block; an address of 0 means absent.")
       .def(nb::new_(&make_attention), nb::kw_only(), "query"_a, "key"_a, "value"_a, "output"_a, "heads"_a, "kv_heads"_a,
-           "head_dim"_a, "window"_a, "skip"_a, "causal"_a, "anchored"_a, "scale"_a, "eps"_a, "norm"_a = 0,
-           "post_norm"_a = 0, "query_norm"_a = 0, "key_norm"_a = 0, "query_bias"_a = 0, "key_bias"_a = 0,
-           "value_bias"_a = 0, "output_bias"_a = 0, "cos"_a = 0, "sin"_a = 0, "rope_positions"_a = 0)
+           "head_dim"_a, "window"_a, "skip"_a, "causal"_a, "anchored"_a, "whole_norms"_a, "scale"_a, "soft_cap"_a,
+           "eps"_a, "norm"_a = 0, "post_norm"_a = 0, "query_norm"_a = 0, "key_norm"_a = 0, "query_bias"_a = 0,
+           "key_bias"_a = 0, "value_bias"_a = 0, "output_bias"_a = 0, "cos"_a = 0, "sin"_a = 0, "rope_positions"_a = 0)
       .def(
           "set_lora",
           [](Attention& layer, LoraPointer query, LoraPointer key, LoraPointer value, LoraPointer output) {
@@ -280,6 +283,12 @@ void bind_operations(nb::module_& module) {
         recorded([=] {
           level().rms_norm(at<const float>(x), at<const float>(weight), eps, tokens, width, at<float>(out));
         });
+      },
+      unlocked);
+  module.def(
+      "soft_cap",
+      [](Address x, float cap, int rows, int width) {
+        recorded([=] { level().soft_cap(at<float>(x), cap, rows, width); });
       },
       unlocked);
   module.def(

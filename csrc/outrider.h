@@ -70,7 +70,8 @@ struct Attention {
   int heads, kv_heads, head_dim, window, skip;
   bool causal;    // else a token attends up to the highest position of its row
   bool anchored;  // the window of all tokens of a row counts back from before the row's first token
-  float scale, eps;
+  bool whole_norms;  // the norms of queries and keys are over all heads together
+  float scale, soft_cap, eps;  // scores s become soft_cap * tanh(s / soft_cap); 0: no cap
   const float *norm, *post_norm, *query_norm, *key_norm;  // null when absent; the caller keeps them alive
   const float *query_bias, *key_bias, *value_bias, *output_bias;
   const float *cos, *sin;  // [rope_positions][D / 2], null: no rotary
@@ -195,6 +196,7 @@ struct Level {
   void (*linear)(const Matrix& matrix, const float* x, int tokens, float* out, int stride);
   // pointwise.cpp
   void (*rms_norm)(const float* x, const float* weight, float eps, int tokens, int width, float* out);
+  void (*soft_cap)(float* x, float cap, int rows, int width);  // x = cap * tanh(x / cap)
   void (*mlp)(const Mlp& layer, float* x, int tokens, const int32_t* adapters);
   void (*project_qkv)(const Attention& layer, const float* x, const Batch& batch, const Pages& pages, float* q);
   void (*project_kv)(const Attention& layer, const float* x, const Batch& batch, const Pages& pages);
@@ -219,7 +221,7 @@ struct Level {
 };
 // The same functions, in the same order. OUTRIDER_DECLARE declares one with its type in Level.
 #define OUTRIDER_FUNCTIONS(of)                                                                                  \
-  of(linear) of(rms_norm) of(mlp) of(project_qkv) of(project_kv) of(attend) of(process_logits) of(mask_logits)  \
+  of(linear) of(rms_norm) of(soft_cap) of(mlp) of(project_qkv) of(project_kv) of(attend) of(process_logits) of(mask_logits)  \
       of(sample) of(sample_children) of(top_logprobs) of(expand_sampling) of(verify_exact) of(verify_synthetic) \
           of(verify_rejection)
 #define OUTRIDER_DECLARE(function) std::remove_pointer_t<decltype(Level::function)> function;

@@ -59,13 +59,14 @@ void add_bias(float* x, const float* bias, int width) {
   for (int i = 0; i < width; ++i) x[i] += bias[i];
 }
 
-// Apply bias, per-head norm and rope in place to one token's heads [heads][D].
+// Apply bias, norm and rope in place to one token's heads [heads][D].
 void finish_heads(const Attention& layer, float* x, int heads, const float* bias, const float* norm, int position) {
   const int width = layer.head_dim, half = width / 2;
   add_bias(x, bias, heads * width);
+  if (norm && layer.whole_norms) norm_row(x, norm, layer.eps, heads * width, x);
   for (int head = 0; head < heads; ++head) {
     float* at = x + size_t(head) * width;
-    if (norm) norm_row(at, norm, layer.eps, width, at);
+    if (norm && !layer.whole_norms) norm_row(at, norm, layer.eps, width, at);
     if (layer.cos) rotate(at, layer.cos + size_t(position) * half, layer.sin + size_t(position) * half, half);
   }
 }
@@ -166,6 +167,19 @@ void rms_norm(const float* x, const float* weight, float eps, int tokens, int wi
   over_rows(tokens, [&](int first, int last) {
     for (int token = first; token < last; ++token)
       norm_row(x + size_t(token) * width, weight, eps, width, out + size_t(token) * width);
+  });
+}
+
+void soft_cap(float* x, float cap, int rows, int width) {
+  const f32x16 factor = splat(cap), inverse = splat(1 / cap);
+  const size_t total = size_t(rows) * width;
+  parallel([&](int part, int parts) {
+    const size_t step = (total / parts + 16) / 16 * 16, first = std::min(step * part, total);
+    const size_t last = std::min(first + step, total);
+    for (size_t i = first; i < last; i += 16) {
+      const int count = int(std::min(last - i, size_t(16)));
+      store_some(x + i, factor * tanh(load_some(x + i, count) * inverse), count);
+    }
   });
 }
 

@@ -119,6 +119,9 @@ OUTRIDER_INLINE f32x16 log(const f32x16& x) {
 
 OUTRIDER_INLINE f32x16 silu(const f32x16& x) { return x / (splat(1.0f) + exp(splat(0.0f) - x)); }
 
+// tanh(x) with an absolute error of 1e-7.
+OUTRIDER_INLINE f32x16 tanh(const f32x16& x) { return splat(1.0f) - splat(2.0f) / (splat(1.0f) + exp(x + x)); }
+
 // x / 2 * (1 + tanh(u)) equals x / (1 + exp(-2 u)), which stays precise as tanh approaches -1.
 OUTRIDER_INLINE f32x16 gelu_tanh(const f32x16& x) {
   const f32x16 cubic = fma(x * x * x, splat(0.044715f), x);

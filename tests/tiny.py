@@ -75,6 +75,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "SmolLM3",
         {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, "sliding_window": 7},
     ),
+    "olmo2": ("Olmo2", {}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 6.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 1.5,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 16,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 2.0,
+        },
+    ),
     "gemma3": (
         "Gemma3",
         {
@@ -129,7 +150,7 @@ def checkpoint(name: str, dtype: torch.dtype = torch.float32) -> Memory:
     tensors = {key: value.to(dtype) for key, value in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
-    return Memory(json.loads(model.config.to_json_string()), tensors, norms_are_offset=name == "gemma3")
+    return Memory(json.loads(model.config.to_json_string()), tensors, norms_are_offset=name.startswith("gemma"))
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import transformers
 
 from outrider.errors import UserError
 from outrider.models import read_config
-from outrider.models.decoder import embedding_scale
+from outrider.models.decoder import rounded_scale
 from outrider.models.rope import Rope, cos_sin_tables
 from tiny import CASES, LLAMA3, checkpoint, original
 
@@ -77,7 +77,7 @@ def test_old_and_new_spellings_of_gemma3_are_one() -> None:
     assert config.ropes[:2] == (Rope(1e4), Rope(1e6, "linear", 8.0))
     assert (config.embedding_scale, config.attention_scale, config.activation) == (8.0, 0.25, "gelu_tanh")
     assert config.tied_head
-    assert config.sandwich_norms
+    assert config.post_norms
 
 
 @pytest.mark.parametrize(
@@ -154,9 +154,9 @@ def test_factors_of_a_gguf_file_are_the_same_scaling() -> None:
 
 def test_the_embedding_scale_is_rounded_as_the_embedding_is() -> None:
     exact = 640**0.5
-    assert embedding_scale(exact, torch.bfloat16) == 25.25
-    assert embedding_scale(exact, torch.float32) == exact
-    assert embedding_scale(exact, torch.uint8) == exact
+    assert rounded_scale(exact, torch.bfloat16) == 25.25
+    assert rounded_scale(exact, torch.float32) == exact
+    assert rounded_scale(exact, torch.uint8) == exact
 
 
 @pytest.mark.parametrize(

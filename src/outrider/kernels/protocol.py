@@ -78,8 +78,12 @@ class Kernels(Protocol):
         """Return linear(rms_norm(x)): [T, N], in `out` if given. The language-model head."""
         ...
 
+    def soft_cap(self, x: Tensor, cap: float) -> None:
+        """Replace x [R, V] by cap * tanh(x / cap), in place."""
+        ...
+
     def project_qkv(self, x: Tensor, layer: Any, batch: Batch, pages: LayerPages) -> Tensor:
-        """Apply norm, projections, bias, per-head norm and rope; store keys and values; return queries [T, H * D]."""
+        """Apply norm, projections, bias, norms of heads, rope; store keys and values; return queries [T, H * D]."""
         ...
 
     def project_kv(self, x: Tensor, layer: Any, batch: Batch, pages: LayerPages) -> None:

@@ -53,10 +53,11 @@ class AttentionWeights:
     skip: int = 0  # leading positions without KV: a head that joins two tokens has no entry for the first
     causal: bool = True  # False: a token attends to its row's keys up to the row's highest position
     anchored: bool = False  # the window of all tokens of a row counts back from the position before its first token
+    soft_cap: float = 0.0  # scores s become soft_cap * tanh(s / soft_cap); 0: no cap
     norm: Tensor | None = None  # [E] f32, RMS norm before the projections
     post_norm: Tensor | None = None  # [E] f32, RMS norm after the output projection
-    query_norm: Tensor | None = None  # [D] f32
-    key_norm: Tensor | None = None  # [D] f32
+    query_norm: Tensor | None = None  # [D] f32: of each head; [H * D]: of all heads together
+    key_norm: Tensor | None = None  # [D], or [G * D]
     query_bias: Tensor | None = None  # [H * D] f32
     key_bias: Tensor | None = None  # [G * D] f32
     value_bias: Tensor | None = None  # [G * D] f32
@@ -64,6 +65,11 @@ class AttentionWeights:
     cos: Tensor | None = None  # [positions, D / 2] f32; None: no rotary embedding in this layer
     sin: Tensor | None = None
     lora: AttentionLora | None = None  # None: adapters are off
+
+    @property
+    def whole_norms(self) -> bool:
+        """Return whether the norms of queries and keys are over all heads together."""
+        return self.query_norm is not None and self.query_norm.shape[0] != self.head_dim
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """ModelConfig: a normalized config.json, with all differences between architectures as data.
 
 ARCHITECTURES lists the supported ones by `model_type`. All of them share one decoder (decoder.py): a new one is an
-entry there and, if a layer differs, a field of ModelConfig that layers.py and the kernels honor.
+entry there and, if a layer differs, a field of ModelConfig that layers.py and the kernels honor (docs/add-a-model.md).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from ..errors import UserError
 from ..kernels import Activation
-from .fields import ConfigFields
+from .fields import ConfigFields, positive
 from .rope import Rope, read_rope
 
 ACTIVATIONS: Mapping[str, Activation] = {
@@ -25,6 +25,16 @@ ACTIVATIONS: Mapping[str, Activation] = {
 # Limits on what a damaged file can make us allocate.
 MAX_LAYERS = 1024
 MAX_POSITIONS = 1 << 22  # the longest context of a published model; the rope tables grow with it
+GEMMA2_DEFAULTS: Mapping[str, Any] = {
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 2,
+    "tie_word_embeddings": True,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
 GEMMA3_DEFAULTS: Mapping[str, Any] = {
     "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh",
@@ -49,15 +59,27 @@ class ModelConfig:
     tied_head: bool  # the embedding matrix is also the LM head
     activation: Activation
     embedding_scale: float
+    rounds_scale: bool  # the embedding scale is rounded to the dtype of the embedding
     attention_scale: float
+    attention_cap: float  # soft cap of attention scores; 0: none
+    logit_scale: float  # factor on the logits
+    logit_cap: float  # soft cap of the logits; 0: none
+    residual_scale: float  # factor on what attention and MLP add to the residual stream
     ropes: tuple[Rope | None, ...]  # per layer; None: no rotary embedding
     windows: tuple[int, ...]  # per layer, the sliding window in tokens, the query's included; 0: full attention
     head_norms: bool  # RMS norm on each query and key head
+    whole_norms: bool  # RMS norm on all query heads together, and on all key heads
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
-    sandwich_norms: bool  # norms also after attention and after the MLP
+    pre_norms: bool  # norms before attention and before the MLP
+    post_norms: bool  # norms after attention and after the MLP
     end_tokens: tuple[int, ...]  # empty when the configuration names none
+
+    @property
+    def stream_eps(self) -> float:
+        """Return the epsilon of norms of the residual stream, which the decoder keeps divided by `residual_scale`."""
+        return self.eps / self.residual_scale**2
 
 
 @dataclass(frozen=True)
@@ -66,12 +88,18 @@ class Architecture:
 
     label: str  # for error messages
     class_name: str  # in `architectures` of config.json
-    windows: Literal["none", "every", "flagged", "gemma3"] = "none"
+    windows: Literal["none", "every", "flagged", "pattern"] = "none"
     qkv_bias: bool | None = False  # None: as `attention_bias` says, also for the output projection
     mlp_bias: bool = False  # whether `mlp_bias` is honored
     head_norms: bool = False
-    sandwich_norms: bool = False
+    whole_norms: bool = False
+    pre_norms: bool = True
+    post_norms: bool = False
     skips_rope: bool = False  # whether `no_rope_layers` is honored
+    two_ropes: bool = False  # sliding layers have a rope of their own
+    gemma: bool = False  # the embedding is scaled by sqrt(width), attention by `query_pre_attn_scalar`
+    multipliers: bool = False  # whether `embedding_multiplier` and the other multipliers of Granite are honored
+    soft_caps: bool = False  # whether `attn_logit_softcapping` and `final_logit_softcapping` are honored
     defaults: Mapping[str, Any] | None = None
 
 
@@ -94,13 +122,29 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         defaults={"tie_word_embeddings": True},
     ),
     "phi3": Architecture("Phi-3 and Phi-4", "Phi3ForCausalLM", windows="every", defaults={"rms_norm_eps": 1e-5}),
+    "olmo2": Architecture(
+        "OLMo 2", "Olmo2ForCausalLM", qkv_bias=None, whole_norms=True, pre_norms=False, post_norms=True
+    ),
+    "granite": Architecture("Granite", "GraniteForCausalLM", qkv_bias=None, mlp_bias=True, multipliers=True),
+    "gemma2": Architecture(
+        "Gemma 2",
+        "Gemma2ForCausalLM",
+        windows="pattern",
+        qkv_bias=None,
+        post_norms=True,
+        gemma=True,
+        soft_caps=True,
+        defaults=GEMMA2_DEFAULTS,
+    ),
     "gemma3_text": Architecture(
         "Gemma 3 text",
         "Gemma3ForCausalLM",
-        windows="gemma3",
+        windows="pattern",
         qkv_bias=None,
         head_norms=True,
-        sandwich_norms=True,
+        post_norms=True,
+        two_ropes=True,
+        gemma=True,
         defaults=GEMMA3_DEFAULTS,
     ),
 }
@@ -110,7 +154,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     """Normalize a config.json, of any version of transformers."""
     name = _architecture_name(config)
     architecture = ARCHITECTURES[name]
-    _refuse_unsupported(config)
+    _refuse_unsupported(config, architecture)
     fields = ConfigFields(config, architecture.defaults or {})
     width, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     kv_heads = fields.count("num_key_value_heads", heads)
@@ -125,8 +169,11 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
     attention_bias = fields.flag("attention_bias")
     layer_types = _layer_types(fields, architecture, layers)
-    gemma = architecture.windows == "gemma3"
     ropes = _ropes(fields, architecture, layer_types, head_dim)
+
+    def multiplier(name: str) -> float:
+        return fields.number(name, 1.0) if architecture.multipliers else 1.0
+
     return ModelConfig(
         architecture=name,
         vocabulary=fields.count("vocab_size"),
@@ -140,15 +187,22 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         context=_context(fields, ropes),
         tied_head=fields.flag("tie_word_embeddings"),
         activation=_activation(fields),
-        embedding_scale=math.sqrt(width) if gemma else 1.0,
-        attention_scale=(fields.number("query_pre_attn_scalar", 256) if gemma else head_dim) ** -0.5,
+        embedding_scale=math.sqrt(width) if architecture.gemma else multiplier("embedding_multiplier"),
+        rounds_scale=architecture.gemma,
+        attention_scale=_attention_scale(fields, architecture, head_dim),
+        attention_cap=_cap(fields, architecture, "attn_logit_softcapping"),
+        logit_scale=1 / multiplier("logits_scaling"),
+        logit_cap=_cap(fields, architecture, "final_logit_softcapping"),
+        residual_scale=multiplier("residual_multiplier"),
         ropes=ropes,
         windows=tuple(fields.count("sliding_window") if kind == "sliding_attention" else 0 for kind in layer_types),
         head_norms=architecture.head_norms,
+        whole_norms=architecture.whole_norms,
         qkv_bias=attention_bias if architecture.qkv_bias is None else architecture.qkv_bias,
         output_bias=attention_bias and architecture.qkv_bias is None,
         mlp_bias=architecture.mlp_bias and fields.flag("mlp_bias"),
-        sandwich_norms=architecture.sandwich_norms,
+        pre_norms=architecture.pre_norms,
+        post_norms=architecture.post_norms,
         end_tokens=_end_tokens(config),
     )
 
@@ -165,13 +219,26 @@ def _architecture_name(config: Mapping[str, Any]) -> str:
     raise UserError(f"the architecture `{unknown}` is not supported: pick a model of {labels}")
 
 
-def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+def _attention_scale(fields: ConfigFields, architecture: Architecture, head_dim: int) -> float:
+    if architecture.multipliers:
+        return fields.number("attention_multiplier", 1.0)
+    size = fields.number("query_pre_attn_scalar", 256) if architecture.gemma else float(head_dim)
+    return float(size**-0.5)
+
+
+def _cap(fields: ConfigFields, architecture: Architecture, name: str) -> float:
+    """Return a soft cap of an architecture that has them; 0: none."""
+    stated = fields.values.get(name)
+    return positive(stated, name) if architecture.soft_caps and stated is not None else 0.0
+
+
+def _refuse_unsupported(config: Mapping[str, Any], architecture: Architecture) -> None:
     for name in ("num_local_experts", "num_experts", "n_routed_experts"):
         if config.get(name):
             raise UserError(f"mixtures of experts (`{name}`) are not supported: pick a dense model")
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if config.get(name):
-            raise UserError(f"soft-capped logits (`{name}`) are not supported: pick a model without them")
+        if config.get(name) and not architecture.soft_caps:
+            raise UserError(f"soft-capped logits (`{name}`) are supported in Gemma 2 alone: pick a model without them")
     if config.get("use_bidirectional_attention"):
         raise UserError("`use_bidirectional_attention` is not supported: pick a model that generates text")
     if quantization := config.get("quantization_config"):
@@ -199,7 +266,7 @@ def _layer_types(fields: ConfigFields, architecture: Architecture, layers: int) 
     if rule == "every":
         return ["sliding_attention"] * layers
     kinds = fields.items("layer_types")
-    if kinds is None and rule == "gemma3":
+    if kinds is None and rule == "pattern":
         pattern = _pattern(fields)
         kinds = ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)]
     elif kinds is None:
@@ -213,7 +280,7 @@ def _layer_types(fields: ConfigFields, architecture: Architecture, layers: int) 
 
 
 def _pattern(fields: ConfigFields) -> int:
-    """Return every how many layers an older Gemma 3 configuration has full attention; newer ones list the layers."""
+    """Return every how many layers an older Gemma configuration has full attention; newer ones list the layers."""
     older = fields.values.get("_sliding_window_pattern")
     return fields.count("sliding_window_pattern", fields.count("_sliding_window_pattern") if older else 6)
 
@@ -254,7 +321,7 @@ def _ropes(
     fields: ConfigFields, architecture: Architecture, layer_types: list[str], head_dim: int
 ) -> tuple[Rope | None, ...]:
     values = fields.values
-    if architecture.windows == "gemma3":
+    if architecture.two_ropes:
         by_type = {kind: read_rope(each, fields, head_dim) for kind, each in _gemma3_rope_parameters(fields).items()}
         return tuple(by_type[kind] for kind in layer_types)
     parameters = fields.table("rope_parameters") or fields.table("rope_scaling")

@@ -39,8 +39,10 @@ class Model:
         progress(0, parts, label)
         reader = WeightReader(checkpoint, ops, quantize)
         self.embedding, self.head, dtype, self._head_kind = layers.embedding_and_head(config, reader, ops)
-        self.embedding_scale = embedding_scale(config.embedding_scale, dtype)
+        scale = config.embedding_scale
+        self.embedding_scale = rounded_scale(scale, dtype) if config.rounds_scale else scale
         self.norm = reader.norm("model.norm.weight", config.width)  # [E]
+        self._logit_norm = self.norm if config.logit_scale == 1 else self.norm * config.logit_scale
         positions = min(config.context, max_context or config.context)
         rope_tables = RopeTables(config, ops, positions, layers.rope_factors(config, reader))
         self.layers = []
@@ -64,8 +66,12 @@ class Model:
         """Return the hidden states before the last norm [T, E], and copies of the aux hidden states.
 
         Aux layer i stands for the states entering layer i, and `layers` for those leaving the last layer.
+
+        The hidden states are for `logits` alone: they are divided by `residual_scale`. So what a layer adds needs no
+        factor, and norms need only another epsilon (`stream_eps`).
         """
-        x = self.ops.embed(self.embedding, batch.tokens, self.embedding_scale)  # [T, E]
+        scale = self.config.residual_scale
+        x = self.ops.embed(self.embedding, batch.tokens, self.embedding_scale / scale)  # [T, E]
         aux_states: dict[int, Tensor] = {}
         begin = 0
         for end in sorted({*aux_layers, self.config.layers}):
@@ -73,7 +79,7 @@ class Model:
                 self.ops.run_layers(x, self._stack(begin, end, pages), batch)
             begin = end
             if end in aux_layers:
-                aux_states[end] = x.clone()
+                aux_states[end] = x.clone() if scale == 1 else x * scale
         return x, [aux_states[layer] for layer in aux_layers]
 
     def _stack(self, begin: int, end: int, pages: Sequence[LayerPages]) -> object:
@@ -86,7 +92,10 @@ class Model:
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Apply the last norm and the LM head: [R, E] to [R, V] f32, written to `out` if given."""
-        return self.ops.norm_linear(hidden, self.norm, self.config.eps, self.head, out)
+        logits = self.ops.norm_linear(hidden, self._logit_norm, self.config.stream_eps, self.head, out)
+        if self.config.logit_cap:
+            self.ops.soft_cap(logits, self.config.logit_cap)
+        return logits
 
     def head_rows(self, ids: Tensor) -> object:
         """Return the LM head rows of the tokens `ids` [U], in 8 bits if the head is quantized."""
@@ -110,10 +119,10 @@ class Model:
         return early, middle, late
 
 
-def embedding_scale(scale: float, dtype: torch.dtype) -> float:
-    """Return the factor on the embedding as the model was trained with it.
+def rounded_scale(scale: float, dtype: torch.dtype) -> float:
+    """Return the factor on the embedding as a Gemma model was trained with it.
 
-    Gemma 3 was trained with sqrt(width) rounded to the dtype of the embedding, and transformers rounds likewise.
+    Gemma was trained with sqrt(width) rounded to the dtype of the embedding, and transformers rounds likewise.
     Quantized files (uint8) follow llama.cpp, which does not round.
     """
     if dtype not in (torch.bfloat16, torch.float16):

@@ -177,19 +177,20 @@ def attention(
         kv_heads=config.kv_heads,
         head_dim=head,
         scale=config.attention_scale,
-        eps=config.eps,
+        eps=config.stream_eps,
         window=config.windows[layer],
-        norm=reader.norm(prefix + "input_layernorm.weight", width) if normed else None,
+        soft_cap=config.attention_cap,
+        norm=reader.norm(prefix + "input_layernorm.weight", width) if normed and config.pre_norms else None,
         cos=cos,
         sin=sin,
     )
-    if config.sandwich_norms:
+    if config.post_norms:
         weights = replace(weights, post_norm=reader.norm(prefix + "post_attention_layernorm.weight", width))
-    if config.head_norms:
+    if config.head_norms or config.whole_norms:
         weights = replace(
             weights,
-            query_norm=reader.norm(module + "q_norm.weight", head),
-            key_norm=reader.norm(module + "k_norm.weight", head),
+            query_norm=reader.norm(module + "q_norm.weight", queries if config.whole_norms else head),
+            key_norm=reader.norm(module + "k_norm.weight", keys if config.whole_norms else head),
         )
     if config.qkv_bias:
         weights = replace(
@@ -229,18 +230,18 @@ def mlp(config: ModelConfig, reader: WeightReader, layer: int) -> MlpWeights:
     prefix = f"model.layers.{layer}."
     module = prefix + "mlp."
     width, inner = config.width, config.mlp_width
-    # With sandwich norms, Llama's name of the norm before the MLP is that of the norm after attention.
-    norm = "pre_feedforward_layernorm" if config.sandwich_norms else "post_attention_layernorm"
+    # With norms after attention, Llama's name of the norm before the MLP is that of the norm after attention.
+    norm = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
     gate, up = reader.matrices(module, {"gate_proj": inner, "up_proj": inner}, "gate_up_proj", width)
     weights = MlpWeights(
         gate=gate,
         up=up,
         down=reader.matrix(module + "down_proj.weight", width, inner),
         activation=config.activation,
-        eps=config.eps,
-        norm=reader.norm(f"{prefix}{norm}.weight", width),
+        eps=config.stream_eps,
+        norm=reader.norm(f"{prefix}{norm}.weight", width) if config.pre_norms else None,
     )
-    if config.sandwich_norms:
+    if config.post_norms:
         weights = replace(weights, post_norm=reader.norm(prefix + "post_feedforward_layernorm.weight", width))
     if config.mlp_bias:
         weights = replace(

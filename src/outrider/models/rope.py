@@ -83,7 +83,7 @@ def _rotary_dims(parameters: Mapping[str, Any], fields: ConfigFields, head_dim: 
     part = parameters.get("partial_rotary_factor", fields.values.get("partial_rotary_factor"))
     if part is None or part == 1:
         return 0
-    dims = int(head_dim * min(positive(part, "partial_rotary_factor"), 2.0))
+    dims = int(head_dim * min(positive(part, "partial_rotary_factor"), 2.0) + 1e-6)
     if not 2 <= dims <= head_dim or dims % 2:
         raise UserError(
             f"`partial_rotary_factor` is {part}, which is {dims} of {head_dim} dimensions of a head: expected an even "

@@ -40,6 +40,7 @@ SANDWICH_NAMES = LAYER_NAMES | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+FUSED_NAMES = LAYER_NAMES | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
@@ -56,12 +57,25 @@ ARCHITECTURES = {
     "smollm3": GgufArchitecture("smollm3", "SmolLM3ForCausalLM", interleaved=True),
     "qwen2": GgufArchitecture("qwen2", "Qwen2ForCausalLM"),
     "qwen3": GgufArchitecture("qwen3", "Qwen3ForCausalLM"),
+    "phi3": GgufArchitecture("phi3", "Phi3ForCausalLM", names=FUSED_NAMES),
+    "olmo2": GgufArchitecture("olmo2", "Olmo2ForCausalLM", names=SANDWICH_NAMES),
+    "granite": GgufArchitecture("granite", "GraniteForCausalLM", interleaved=True),
+    "gemma2": GgufArchitecture("gemma2", "Gemma2ForCausalLM", names=SANDWICH_NAMES),
     "gemma3": GgufArchitecture("gemma3_text", "Gemma3ForCausalLM", names=SANDWICH_NAMES),
 }
 MISTRAL = GgufArchitecture("mistral", "MistralForCausalLM", interleaved=True)
 GEMMA_LOCAL_BASE = 10_000.0  # rope base of the sliding layers, which most files leave out
 GEMMA_PATTERN = 6  # every sixth layer has full attention
-GEMMA_27B_LAYERS = 62  # the only size whose attention scale does not follow from head_dim
+GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}  # the only sizes whose attention scale does not follow from head_dim
+GEMMA2_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}  # of files that state none
+GRANITE_KEYS = {
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "attention.scale": "attention_multiplier",
+    "logit_scale": "logits_scaling",
+}
+YARN_KEYS = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow"}
+LONG_ROPE = {"rope_factors_short.weight": "short_factor", "rope_factors_long.weight": "long_factor"}
 OUTRIDER_PREFIX = "outrider."  # metadata keys with this prefix are keys of config.json
 SMOLLM3_PATTERN = 4  # every fourth layer has no rotary embedding
 
@@ -79,6 +93,8 @@ def open_gguf(path: Path) -> Checkpoint:
             view(mapped, tensor.offset, tensor.size, FORMATS[tensor.kind].dtype, tensor.shape),
             interleaved_heads(path, tensor, config) if fields.architecture.interleaved else 0,
         )
+    if LONG_ROPE.keys() <= tensors.keys():
+        config["rope_scaling"] = long_rope(fields, {LONG_ROPE[name]: tensors.pop(name) for name in LONG_ROPE})
     tokenizer = {key: value for key, value in header.metadata.items() if key.startswith("tokenizer.")}
     ids = [header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     bos = header.metadata.get("tokenizer.ggml.bos_token_id")
@@ -199,8 +215,10 @@ def translate(fields: GgufFields) -> dict[str, Any]:
     rotary = fields.count("rope.dimension_count", default=head_dim)
     if rotary != head_dim:
         config["partial_rotary_factor"] = rotary / head_dim
-    if fields.name == "gemma3":
-        config |= gemma3(fields, config)
+    if fields.name in GEMMA_27B_LAYERS:
+        config |= gemma(fields, config)
+    if fields.name == "granite":
+        config |= {name: fields.real(key, 1.0) for key, name in GRANITE_KEYS.items() if fields.get(key) is not None}
     if fields.name == "smollm3":
         layers = range(1, config["num_hidden_layers"] + 1)
         config["no_rope_layers"] = [int(layer % SMOLLM3_PATTERN != 0) for layer in layers]
@@ -215,11 +233,34 @@ def rope_scaling(fields: GgufFields) -> dict[str, Any] | None:
     original = fields.get("rope.scaling.original_context_length")
     if original:
         scaling["original_max_position_embeddings"] = original
+    return scaling | {name: fields.real(key, 1.0) for key, name in YARN_KEYS.items() if fields.get(key) is not None}
+
+
+def long_rope(fields: GgufFields, factors: Mapping[str, Stored]) -> dict[str, Any]:
+    """Return the rope scaling of Phi-3, whose divisors of the frequencies are tensors."""
+    scaling: dict[str, Any] = {"rope_type": "longrope"}
+    scaling |= {name: stored.data.float().flatten().tolist() for name, stored in factors.items()}
+    if original := fields.get("rope.scaling.original_context_length"):
+        scaling["original_max_position_embeddings"] = original
+    if fields.get("rope.scaling.attn_factor") is not None:
+        scaling["attention_factor"] = fields.real("rope.scaling.attn_factor", 1.0)
     return scaling
 
 
-def gemma3(fields: GgufFields, config: dict[str, Any]) -> dict[str, Any]:
+def gemma(fields: GgufFields, config: dict[str, Any]) -> dict[str, Any]:
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    largest = layers == GEMMA_27B_LAYERS[fields.name]
+    keys = {
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": config["hidden_size"] // heads if largest else config["head_dim"],
+    }
+    if fields.name == "gemma2":
+        return keys | {name: fields.real(name, usual) for name, usual in GEMMA2_CAPS.items()}
+    return keys | gemma3(fields, layers)
+
+
+def gemma3(fields: GgufFields, layers: int) -> dict[str, Any]:
     stated = fields.get("attention.sliding_window_pattern")
     if isinstance(stated, list) and len(stated) == layers:
         sliding = [bool(flag) for flag in stated]
@@ -227,9 +268,6 @@ def gemma3(fields: GgufFields, config: dict[str, Any]) -> dict[str, Any]:
         pattern = fields.count("attention.sliding_window_pattern", default=GEMMA_PATTERN)
         sliding = [(layer + 1) % pattern != 0 for layer in range(layers)]
     return {
-        "hidden_act": "gelu_pytorch_tanh",
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": config["hidden_size"] // heads if layers == GEMMA_27B_LAYERS else config["head_dim"],
         "rope_local_base_freq": fields.real("rope.freq_base_swa", GEMMA_LOCAL_BASE),
         "layer_types": ["sliding_attention" if flag else "full_attention" for flag in sliding],
     }

@@ -84,7 +84,10 @@ class Traits:
 
     biases: tuple[str, ...] = ()  # always present; others depend on the configuration
     head_norms: bool = False
-    sandwich_norms: bool = False
+    whole_norms: bool = False
+    pre_norms: bool = True
+    post_norms: bool = False
+    fused: bool = False  # one matrix of queries, keys and values, and one of gate and up
 
 
 KINDS = {
@@ -93,7 +96,11 @@ KINDS = {
     "smollm3": Traits(),
     "qwen2": Traits(biases=("q_proj", "k_proj", "v_proj")),
     "qwen3": Traits(head_norms=True),
-    "gemma3_text": Traits(head_norms=True, sandwich_norms=True),
+    "phi3": Traits(fused=True),
+    "olmo2": Traits(whole_norms=True, pre_norms=False, post_norms=True),
+    "granite": Traits(),
+    "gemma2": Traits(post_norms=True),
+    "gemma3_text": Traits(head_norms=True, post_norms=True),
 }
 
 
@@ -183,7 +190,7 @@ def tensor_shapes(source: str, config: Mapping[str, Any]) -> dict[str, tuple[int
     for layer in range(config["num_hidden_layers"]):
         shapes |= layer_shapes(config, KINDS[kind], f"model.layers.{layer}.")
     shapes["model.norm.weight"] = (width,)
-    if not config.get("tie_word_embeddings", kind in ("gemma3_text", "smollm3")):
+    if not config.get("tie_word_embeddings", kind in ("gemma2", "gemma3_text", "smollm3")):
         shapes["lm_head.weight"] = (vocabulary, width)
     return shapes
 
@@ -193,8 +200,10 @@ def layer_shapes(config: Mapping[str, Any], traits: Traits, prefix: str) -> dict
     head = config.get("head_dim") or width // heads
     queries, keys = heads * head, (config.get("num_key_value_heads") or heads) * head
     attention = {"q_proj": (queries, width), "k_proj": (keys, width), "v_proj": (keys, width)}
-    attention["o_proj"] = (width, queries)
-    mlp = {"gate_proj": (inner, width), "up_proj": (inner, width), "down_proj": (width, inner)}
+    mlp = {"gate_proj": (inner, width), "up_proj": (inner, width)}
+    if traits.fused:
+        attention, mlp = {"qkv_proj": (queries + 2 * keys, width)}, {"gate_up_proj": (2 * inner, width)}
+    attention["o_proj"], mlp["down_proj"] = (width, queries), (width, inner)
     found: dict[str, tuple[int, ...]] = {}
     for part, matrices in (("self_attn", attention), ("mlp", mlp)):
         stated = config.get("attention_bias" if part == "self_attn" else "mlp_bias")
@@ -202,11 +211,16 @@ def layer_shapes(config: Mapping[str, Any], traits: Traits, prefix: str) -> dict
             found[f"{prefix}{part}.{name}.weight"] = shape
             if stated or name in traits.biases:
                 found[f"{prefix}{part}.{name}.bias"] = shape[:1]
-    norms = ["input_layernorm", "post_attention_layernorm"]
-    norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] if traits.sandwich_norms else []
+    norms = ["input_layernorm"] if traits.pre_norms else []
+    norms += ["post_attention_layernorm"]
+    norms += ["pre_feedforward_layernorm"] if traits.pre_norms and traits.post_norms else []
+    norms += ["post_feedforward_layernorm"] if traits.post_norms else []
     found |= {f"{prefix}{norm}.weight": (width,) for norm in norms}
-    if traits.head_norms:
-        found |= {f"{prefix}self_attn.{norm}.weight": (head,) for norm in ("q_norm", "k_norm")}
+    if traits.head_norms or traits.whole_norms:
+        sizes = (queries, keys) if traits.whole_norms else (head, head)
+        found |= {
+            f"{prefix}self_attn.{norm}.weight": (size,) for norm, size in zip(("q_norm", "k_norm"), sizes, strict=True)
+        }
     return found
 
 

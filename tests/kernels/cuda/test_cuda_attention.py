@@ -51,7 +51,9 @@ def meant(queries: Tensor, heads: Heads, batch: Batch, pages: LayerPages) -> Ten
     for token, slots in enumerate(visible_slots(batch, heads, PAGE)):  # type: ignore[arg-type]
         keys, values = gather(pages, slots)  # [G, keys, D]
         query = queries[token].reshape(heads.kv, -1, heads.size)  # [G, H / G, D]
-        out[token] = (torch.softmax(query @ keys.transpose(1, 2) * heads.scale, -1) @ values).flatten()
+        scores = query @ keys.transpose(1, 2) * heads.scale
+        scores = heads.soft_cap * torch.tanh(scores / heads.soft_cap) if heads.soft_cap else scores
+        out[token] = (torch.softmax(scores, -1) @ values).flatten()
     return out
 
 
@@ -69,6 +71,7 @@ SEEN = {
     "fast": replace(HEADS, batch_invariant=False),
     "window": replace(HEADS, window=20),
     "window 1": replace(HEADS, window=1),
+    "soft cap": replace(HEADS, soft_cap=1.5),
     "hidden": replace(HEADS, skip=240, window=400),
     "anchored": replace(HEADS, window=5, anchored=True),
     "blocks": replace(HEADS, causal=False),
@@ -99,7 +102,9 @@ def test_16_bit_pages_and_wide_tiles(dtype: torch.dtype, rows: Sequence[tuple[in
     assert difference(found, meant(queries, heads, batch, pages)) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("heads", [HEADS, replace(HEADS, window=20, skip=3), replace(HEADS, count=6, kv=1)], ids=str)
+@pytest.mark.parametrize(
+    "heads", [HEADS, replace(HEADS, window=20, skip=3), replace(HEADS, count=6, kv=1, soft_cap=1.5)], ids=str
+)
 def test_trees_are_those_of_the_reference(heads: Heads) -> None:
     batch = inputs.random_trees(inputs.generator(1), TREES)
     batch.slots[::7] = -1  # these have the key that their position has in the page table
@@ -227,6 +232,7 @@ LAYERS = [
     ("plain", ("norm", "rotary"), torch.float16),
     ("narrow", ("rotary", "key_norm"), torch.bfloat16),
     ("plain", EVERYTHING, torch.float32),
+    ("plain", (*EVERYTHING, "whole_norms"), torch.float32),
 ]
 
 

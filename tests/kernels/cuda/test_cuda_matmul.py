@@ -47,7 +47,7 @@ def rms_norm(x: Tensor, scale: Tensor) -> Tensor:
 
 CASES = [
     *[layers.linear(kind, rows, 52, 512) for kind in FORMATS for rows in (3, 40)],
-    *[case for case in CASES if case.op in ("matrix", "embed", "rms_norm", "norm_linear")],
+    *[case for case in CASES if case.op in ("matrix", "embed", "rms_norm", "norm_linear", "soft_cap")],
     *[layers.linear("f32", 3, 33, 100), layers.linear("f16", 2, 16, 31), layers.linear("bf16", 2, 7, 65)],
     layers.linear("q8_0", 5, 1, 32),
     layers.mlp("f32", "gelu_tanh", ["norm", "post_norm"]),

@@ -54,11 +54,13 @@ def attend_trees(
     shape: Shape = SMALL,
     window: int = 0,
     skip: int = 0,
+    soft_cap: float = 0.0,
     timed: bool = False,
 ) -> Case:
     def build(ops: Kernels, seed: int) -> Run:
         random = make.generator(seed)
-        layer = ops.attention_layer(make.attention_weights(random, kind, shape, (), window, skip=skip))
+        weights = make.attention_weights(random, kind, shape, (), window, skip=skip, soft_cap=soft_cap)
+        layer = ops.attention_layer(weights)
         batch = make.random_trees(random, rows)
         pages = make.random_pages(random, batch, shape, dtype)
         # Large queries, so that attention is sharp and a wrong key shows.
@@ -166,6 +168,8 @@ def _tree_cases() -> list[Case]:
         attend_trees("trees"),
         attend_trees("trees, f16 pages", dtype=half),
         attend_trees("trees, bf16 pages", dtype=brain),
+        attend_trees("trees, soft cap", soft_cap=2.0),
+        attend_trees("trees, long, soft cap", rows=LONG_TREES, dtype=half, soft_cap=2.0),
         attend_trees("trees, window 3", window=3),
         attend_trees("trees, window 20", window=20, dtype=half),
         attend_trees("trees, the first position hidden", skip=1),

@@ -139,11 +139,17 @@ def attention_weights(
     skip: int = 0,
     causal: bool = True,
     anchored: bool = False,
+    soft_cap: float = 0.0,
 ) -> AttentionWeights:
-    """`options` names the optional weights that are present: norm, query_bias, ..., and rotary."""
+    """`options` names the optional weights that are present: norm, query_bias, ..., and rotary.
+
+    whole_norms: the norms of queries and keys are over all heads together.
+    """
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     sizes = {"norm": shape.input_width, "post_norm": shape.width, "output_bias": shape.width, "query_bias": query}
     sizes |= {"key_bias": key, "value_bias": key, "query_norm": shape.head_dim, "key_norm": shape.head_dim}
+    if "whole_norms" in options:
+        sizes |= {"query_norm": query, "key_norm": key}
     angles = 6.3 * torch.rand(positions, shape.head_dim // 2, generator=random)
     rotary = "rotary" in options
     return AttentionWeights(
@@ -160,9 +166,10 @@ def attention_weights(
         skip=skip,
         causal=causal,
         anchored=anchored,
+        soft_cap=soft_cap,
         cos=angles.cos() if rotary else None,
         sin=angles.sin() if rotary else None,
-        **_vectors(random, sizes, [option for option in options if option != "rotary"]),
+        **_vectors(random, sizes, [option for option in options if option not in ("rotary", "whole_norms")]),
     )
 
 

@@ -79,6 +79,21 @@ def norm_linear(kind: str, rows: int, outputs: int, width: int) -> Case:
     return Case("norm_linear", f"{kind} {rows}x{outputs}x{width}", rows, TOLERANCE[kind], build)
 
 
+def soft_cap(rows: int, width: int) -> Case:
+    def build(ops: Kernels, seed: int) -> Run:
+        x = 9 * make.normal(make.generator(seed), rows, width)
+        x[0, :4] = torch.tensor([0.0, 1e-3, 1e30, -torch.inf])
+
+        def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
+            out = pick(x, items)
+            ops.soft_cap(out, 5.0)
+            return (out,)
+
+        return run
+
+    return Case("soft_cap", f"{rows}x{width}", rows, 1e-5, build)
+
+
 def project_qkv(
     name: str,
     options: Sequence[str] = (),
@@ -116,12 +131,13 @@ def attend(
     shape: Shape = SMALL,
     options: Sequence[str] = (),
     window: int = 0,
+    soft_cap: float = 0.0,
     timed: bool = False,
     lora: bool = False,
 ) -> Case:
     def build(ops: Kernels, seed: int) -> Run:
         random = make.generator(seed)
-        weights = make.attention_weights(random, kind, shape, options, window)
+        weights = make.attention_weights(random, kind, shape, options, window, soft_cap=soft_cap)
         batch = make.random_batch(random, rows)
         if lora:
             weights = make.with_attention_lora(random, ops, weights)
@@ -224,12 +240,15 @@ def _all() -> list[Case]:
     found += [linear("f32", 3, 33, 100), linear("f16", 2, 16, 31), linear("bf16", 2, 7, 65), linear("q8_0", 5, 1, 32)]
     found += [linear(kind, rows, 1536, 768, timed=True) for kind in FORMATS for rows in (1, 16)]
     found += [rms_norm(1, 64), rms_norm(17, 576), rms_norm(3, 100)]
+    found += [soft_cap(3, 101), soft_cap(17, 1000)]
     found += [norm_linear("f32", 3, 40, 64), norm_linear("q8_0", 17, 100, 96)]
     found += [
         project_qkv("plain"),
         project_qkv("norm, rotary", ["norm", "rotary"]),
         project_qkv("bias", ["rotary", *BIASES]),
         project_qkv("head norms", ["norm", "rotary", *HEAD_NORMS]),
+        project_qkv("norms over all heads", ["norm", "rotary", "whole_norms", *HEAD_NORMS]),
+        project_qkv("norms over all heads, bias", ["whole_norms", *HEAD_NORMS, *BIASES], "q8_0", half),
         project_qkv("one key/value head", ["norm", "rotary"], shape=Shape(heads=6, kv_heads=1, head_dim=32)),
         project_qkv("f16 pages", ["norm", "rotary"], dtype=half),
         project_qkv("bf16 pages", ["norm", "rotary"], dtype=brain),
@@ -239,6 +258,8 @@ def _all() -> list[Case]:
         attend("plain"),
         attend("f16 pages", dtype=half),
         attend("bf16 pages", dtype=brain),
+        attend("soft cap", soft_cap=2.0),
+        attend("soft cap, long, f16 pages", rows=LONG, dtype=half, soft_cap=2.0, window=300),
         attend("window 1", window=1),
         attend("window 20", window=20),
         attend("window 300, long", rows=LONG, window=300),

@@ -71,11 +71,12 @@ def matrix(weight: Weight, fast_activations: bool = False) -> _native.Matrix:
 def attention_layer(weights: AttentionWeights, fast_activations: bool = False) -> AttentionLayer:
     input_width, width = weights.query.shape[1], weights.output.shape[0]
     queries, keys = weights.heads * weights.head_dim, weights.kv_heads * weights.head_dim
+    whole_norms = weights.whole_norms
     vectors = {
         "norm": _vector("norm", weights.norm, input_width),
         "post_norm": _vector("post_norm", weights.post_norm, width),
-        "query_norm": _vector("query_norm", weights.query_norm, weights.head_dim),
-        "key_norm": _vector("key_norm", weights.key_norm, weights.head_dim),
+        "query_norm": _vector("query_norm", weights.query_norm, queries if whole_norms else weights.head_dim),
+        "key_norm": _vector("key_norm", weights.key_norm, keys if whole_norms else weights.head_dim),
         "query_bias": _vector("query_bias", weights.query_bias, queries),
         "key_bias": _vector("key_bias", weights.key_bias, keys),
         "value_bias": _vector("value_bias", weights.value_bias, keys),
@@ -98,7 +99,9 @@ def attention_layer(weights: AttentionWeights, fast_activations: bool = False) -
         skip=weights.skip,
         causal=weights.causal,
         anchored=weights.anchored,
+        whole_norms=whole_norms,
         scale=weights.scale,
+        soft_cap=weights.soft_cap,
         eps=weights.eps,
         **_addresses(vectors),
         rope_positions=0 if cos is None else cos.numel() * 2 // weights.head_dim,
@@ -170,6 +173,10 @@ def norm_linear(x: Tensor, weight: Tensor, eps: float, matrix: _native.Matrix, o
     where = floats(out, tokens, rows)
     _native.norm_linear(matrix, floats(x, tokens, width), floats(weight, width), eps, tokens, where)
     return out
+
+
+def soft_cap(x: Tensor, cap: float) -> None:
+    _native.soft_cap(floats(x), cap, *x.shape)
 
 
 def project_qkv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> Tensor:

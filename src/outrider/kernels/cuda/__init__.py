@@ -29,6 +29,7 @@ from .matrices import matrix as matrix
 from .paged_attention import copy_kv as copy_kv
 from .pointwise import embed as embed
 from .pointwise import rms_norm as rms_norm
+from .pointwise import soft_cap as soft_cap
 from .rejection import verify_rejection as verify_rejection
 from .sampling import mask_logits as mask_logits
 from .sampling import process_logits as process_logits

@@ -14,7 +14,7 @@ from .lora import LoraSlots, add_lora
 from .matmul import gated_matmul, matmul
 from .matrices import Matrix, matrix, pack, rows
 from .paged_attention import Heads, paged_attention
-from .pointwise import add_normed, rms_norm
+from .pointwise import add_normed, norm_columns, rms_norm
 from .rope import RopeWeights, rotate_and_store
 
 # Up to this many tokens beyond one per row, one kernel applies rope, stores KV and attends: each tile rotates all new
@@ -26,6 +26,7 @@ SURPLUS = 60
 class AttentionLayer:
     heads: Heads
     rope: RopeWeights
+    whole_norms: tuple[Tensor, Tensor] | None  # [H * D] and [G * D] f32: norms over all heads of queries and of keys
     eps: float
     qkv: Matrix  # [(H + 2 * G) * D, E]
     kv: Matrix  # its last 2 * G * D rows
@@ -43,6 +44,11 @@ def attention_layer(weights: AttentionWeights, batch_invariant: bool = False) ->
     queries = weights.heads * weights.head_dim
     qkv = pack([weights.query, weights.key, weights.value], batch_invariant)
     bias = _biases(weights)
+    query_norm, key_norm = on_device(weights.query_norm), on_device(weights.key_norm)
+    whole_norms = None
+    if weights.whole_norms:
+        assert query_norm is not None and key_norm is not None
+        whole_norms = query_norm, key_norm
     return AttentionLayer(
         heads=Heads(
             weights.heads,
@@ -54,14 +60,16 @@ def attention_layer(weights: AttentionWeights, batch_invariant: bool = False) ->
             weights.causal,
             weights.anchored,
             batch_invariant,
+            weights.soft_cap,
         ),
         rope=RopeWeights(
             weights.eps,
-            on_device(weights.query_norm),
-            on_device(weights.key_norm),
+            None if whole_norms else query_norm,
+            None if whole_norms else key_norm,
             on_device(weights.cos),
             on_device(weights.sin),
         ),
+        whole_norms=whole_norms,
         eps=weights.eps,
         qkv=qkv,
         kv=rows(qkv, queries, qkv.shape[0]),
@@ -82,6 +90,10 @@ def _project(x: Tensor, layer: AttentionLayer, batch: Batch) -> Tensor:
     if batch.adapters is not None and layer.qkv_lora:
         states = x if layer.norm is None else rms_norm(x, layer.norm, layer.eps)
         add_lora(states, layer.qkv_lora, batch.adapters, projected)
+    if layer.whole_norms is not None:
+        query_norm, key_norm = layer.whole_norms
+        norm_columns(projected, 0, query_norm, layer.eps)
+        norm_columns(projected, query_norm.shape[0], key_norm, layer.eps)
     return projected
 
 
@@ -94,6 +106,8 @@ def project_kv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages
     projected = matmul(x, layer.kv, bias=layer.kv_bias)  # [T, 2 * G * D]
     if batch.adapters is not None and layer.qkv_lora:
         add_lora(x, layer.qkv_lora[1:], batch.adapters, projected)
+    if layer.whole_norms is not None:
+        norm_columns(projected, 0, layer.whole_norms[1], layer.eps)
     rotate_and_store(projected, 0, layer.rope, batch, pages)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..structures import Batch, LayerPages
 from .device import LAUNCH, loop_bound, multiply, rounded, wait
+from .pointwise import capped
 from .rope import HeadShape, KvPages, RopeTables, RopeWeights, Tokens, load_angles, rotated, store_kv, store_row_kv
 
 CHUNK, ENDLESS = 256, 1 << 30  # positions per chunk; ENDLESS: one chunk
@@ -49,6 +50,7 @@ class Heads:
     causal: bool
     anchored: bool
     batch_invariant: bool  # use the same tiles for any batch
+    soft_cap: float = 0.0
 
 
 class Chunks(NamedTuple):
@@ -71,6 +73,7 @@ class Variant(NamedTuple):
     trees: bool
     split: bool  # the chunks of a row are split over programs
     wide: bool  # a row has one chunk
+    capped: bool  # scores have a soft cap
     new_rows: int  # tokens of a tile that the kernel rotates and stores; 0: they are stored already
 
 
@@ -155,6 +158,7 @@ def paged_attention(
         heads.skip,
         1 if cos is None else cos.shape[0],
         heads.scale * LOG2E,
+        heads.soft_cap * LOG2E,
         shape=shape,
         variant=Variant(
             tile=tile,
@@ -166,6 +170,7 @@ def paged_attention(
             trees=batch.parents is not None,
             split=split,
             wide=wide,
+            capped=heads.soft_cap > 0,
             new_rows=new_rows,
         ),
         num_warps=LARGE_WARPS if large else WARPS,
@@ -211,6 +216,7 @@ def _attend(
     skip,
     limit,
     scale,
+    soft_cap,
     shape: tl.constexpr,
     variant: tl.constexpr,
 ):
@@ -280,7 +286,7 @@ def _attend(
         start = tl.maximum(lowest // block * block, index * chunk)
         stop = tl.minimum(highest + 1, (index + 1) * chunk)
         part_top, part_total, part_mixed = attend_range(
-            query, head_pages, table, batch, start, stop, lines, tile_tokens, shape, variant
+            query, head_pages, table, batch, start, stop, lines, tile_tokens, soft_cap, shape, variant
         )
         if split:
             single = own_chunk == last // chunk  # [tile]: one chunk, nothing to combine
@@ -395,7 +401,9 @@ def branch_slots(slot, at, needed, node, position, batch, tokens, start):
 
 
 @triton.jit
-def attend_range(query, pages, table, batch, start, stop, lines, tokens, shape: tl.constexpr, variant: tl.constexpr):
+def attend_range(
+    query, pages, table, batch, start, stop, lines, tokens, soft_cap, shape: tl.constexpr, variant: tl.constexpr
+):
     """Attend to keys from `start` to `stop`: return the largest score, the sum of weights, the weighted values.
 
     `pages` and `table` are those of one head and one row; `lines` and `tokens` describe the query tile.
@@ -416,7 +424,9 @@ def attend_range(query, pages, table, batch, start, stop, lines, tokens, shape: 
         needed = (at >= lowest) & (at <= highest)
         slot = tl.maximum(tl.load(table + at // page, mask=needed, other=0), 0) * page + at % page  # [block]
         seen = (at[None, :] >= first[:, None]) & (at[None, :] <= last[:, None])
-        top, total, mixed = softmax_step(query, pages, slot, needed, seen, top, total, mixed, shape)
+        top, total, mixed = softmax_step(
+            query, pages, slot, needed, seen, top, total, mixed, soft_cap, shape, variant.capped
+        )
     if variant.trees:
         chained = tokens.chained
         ends = tl.where(chained, tokens.first + 1, tokens.end)
@@ -429,12 +439,16 @@ def attend_range(query, pages, table, batch, start, stop, lines, tokens, shape: 
                 slot = branch_slots(slot, at, needed, node, reach, batch, tokens, each)
                 mine = (lines.token == node) | chained
                 seen = mine[:, None] & (at[None, :] >= first[:, None]) & (at[None, :] <= last[:, None])
-                top, total, mixed = softmax_step(query, pages, slot, needed, seen, top, total, mixed, shape)
+                top, total, mixed = softmax_step(
+                    query, pages, slot, needed, seen, top, total, mixed, soft_cap, shape, variant.capped
+                )
     return top, total, mixed
 
 
 @triton.jit
-def softmax_step(query, pages, slot, needed, seen, top, total, mixed, shape: tl.constexpr):
+def softmax_step(
+    query, pages, slot, needed, seen, top, total, mixed, soft_cap, shape: tl.constexpr, has_cap: tl.constexpr
+):
     """Take in one tile of keys: keys outside all ranges are not read; lines without a key stay unchanged."""
     size: tl.constexpr = shape.size
     page: tl.constexpr = shape.page
@@ -444,7 +458,10 @@ def softmax_step(query, pages, slot, needed, seen, top, total, mixed, shape: tl.
     at = offset[:, None] + dim[None, :]
     inside = needed[:, None] & (dim < size)[None, :]
     key = tl.load(pages.k + at, mask=inside, other=0.0)  # [block, D]
-    score = tl.where(seen, multiply(query, tl.trans(key), tl.zeros(seen.shape, tl.float32)), float("-inf"))
+    score = multiply(query, tl.trans(key), tl.zeros(seen.shape, tl.float32))
+    if has_cap:
+        score = capped(score, soft_cap)
+    score = tl.where(seen, score, float("-inf"))
     higher = tl.maximum(top, tl.max(score, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)
     kept = tl.exp2(top - base)

@@ -25,6 +25,18 @@ def add_normed(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> None:
     _norm(y, weight, x, eps, True)
 
 
+def norm_columns(x: Tensor, begin: int, weight: Tensor, eps: float) -> None:
+    """Replace columns begin .. begin + len(weight) - 1 of x [T, N] f32 by their rms_norm, in place."""
+    part = x[:, begin : begin + weight.shape[0]]
+    _norm(part, weight, part, eps, False)
+
+
+def soft_cap(x: Tensor, cap: float) -> None:
+    count = x.numel()
+    if count:
+        _cap[(triton.cdiv(count, BLOCK),)](x, count, cap, block=BLOCK, **LAUNCH)
+
+
 def embed(table: Matrix, tokens: Tensor, scale: float) -> Tensor:
     """Return rows of the table; ids outside it, which only padding has, are clamped."""
     out = torch.empty(tokens.shape[0], table.shape[1], device=tokens.device)  # [T, E]
@@ -56,13 +68,14 @@ def _norm(x: Tensor, weight: Tensor, out: Tensor, eps: float, add: bool) -> None
     block = triton.next_power_of_2(width)
     warps = min(max(block // 256, 1), 16)
     if tokens:
-        _norm_row[(tokens,)](x, weight, out, width, eps, add=add, block=block, num_warps=warps, **LAUNCH)
+        _norm_row[(tokens,)](x, weight, out, width, x.stride(0), eps, add=add, block=block, num_warps=warps, **LAUNCH)
 
 
 @triton.jit
-def _norm_row(x, weight, out, width, eps, add: tl.constexpr, block: tl.constexpr):
+def _norm_row(x, weight, out, width, stride, eps, add: tl.constexpr, block: tl.constexpr):
+    """Normalize one row. x and out have the same stride between rows."""
     wait()
-    first = tl.program_id(0).to(tl.int64) * width
+    first = tl.program_id(0).to(tl.int64) * stride
     column = tl.arange(0, block)
     inside = column < width
     value = tl.load(x + first + column, mask=inside, other=0).to(tl.float32)
@@ -71,6 +84,20 @@ def _norm_row(x, weight, out, width, eps, add: tl.constexpr, block: tl.constexpr
     if add:
         value += tl.load(out + first + column, mask=inside, other=0)
     tl.store(out + first + column, rounded(value, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _cap(x, count, cap, block: tl.constexpr):
+    wait()
+    index = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    value = tl.load(x + index, mask=index < count, other=0)
+    tl.store(x + index, capped(value, cap), mask=index < count)
+
+
+@triton.jit
+def capped(value, cap):
+    """Return cap * tanh(value / cap)."""
+    return cap * (2 * tl.sigmoid(2 * value / cap) - 1)
 
 
 def _read_rows(matrix: Matrix, tokens: Tensor | None, begin: int, scale: float, out: Tensor) -> None:

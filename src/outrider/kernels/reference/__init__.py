@@ -26,6 +26,7 @@ from .layers import project_qkv as project_qkv
 from .layers import rms_norm as rms_norm
 from .layers import run_layers as run_layers
 from .layers import set_lora as set_lora
+from .layers import soft_cap as soft_cap
 from .layers import vector as vector
 from .recording import record as record
 from .sampling import mask_logits as mask_logits

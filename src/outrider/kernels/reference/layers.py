@@ -93,12 +93,16 @@ def norm_linear(x: Tensor, weight: Tensor, eps: float, matrix: Tensor, out: Tens
     return result if out is None else out.copy_(result)
 
 
+def soft_cap(x: Tensor, cap: float) -> None:
+    x.copy_(_row_by_row(x, lambda row: cap * torch.tanh(row / cap)))
+
+
 def project_qkv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> Tensor:
     weights = layer.weights
     states = _optional_norm(x, weights.norm, weights.eps)  # [T, E]
     lora = weights.lora or NO_LORA
     queries = _heads(states, layer.query, weights.query_bias, weights, lora.query, batch.adapters)  # [T, H, D]
-    queries = _rotate(_head_norm(queries, weights.query_norm, weights.eps), weights, batch.positions)
+    queries = _rotate(_head_norm(queries, weights.query_norm, weights), weights, batch.positions)
     project_kv(states, layer, batch, pages)
     return queries.flatten(1)
 
@@ -108,7 +112,7 @@ def project_kv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages
     states, positions, slots = x[stored], batch.positions[stored], batch.slots[stored].tolist()
     adapters, lora = None if batch.adapters is None else batch.adapters[stored], weights.lora or NO_LORA
     keys = _heads(states, layer.key, weights.key_bias, weights, lora.key, adapters)  # [stored, G, D]
-    keys = _rotate(_head_norm(keys, weights.key_norm, weights.eps), weights, positions)
+    keys = _rotate(_head_norm(keys, weights.key_norm, weights), weights, positions)
     values = _heads(states, layer.value, weights.value_bias, weights, lora.value, adapters)  # [stored, G, D]
     for key, value, slot in zip(keys, values, slots, strict=True):
         page, offset = page_and_offset(pages, slot)
@@ -124,6 +128,8 @@ def attend(q: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages, x:
         keys, values = gather(pages, slots)  # [G, keys, D]
         query = q[token].reshape(weights.kv_heads, -1, weights.head_dim)  # [G, H / G, D]
         scores = query @ keys.transpose(1, 2) * weights.scale  # [G, H / G, keys]
+        if weights.soft_cap:
+            scores = weights.soft_cap * torch.tanh(scores / weights.soft_cap)
         mixed[token] = (torch.softmax(scores, -1) @ values).flatten()  # 0 if no key is visible
     lora = weights.lora or NO_LORA
     out = _affine(mixed, layer.output, weights.output_bias, lora.output, batch.adapters)  # [T, E]
@@ -166,9 +172,13 @@ def _optional_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return x if weight is None else rms_norm(x, weight, eps)
 
 
-def _head_norm(heads: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Normalize each head: [T, heads, D]."""
-    return heads if weight is None else _row_by_row(heads, lambda row: rms_norm(row, weight, eps))
+def _head_norm(heads: Tensor, weight: Tensor | None, weights: AttentionWeights) -> Tensor:
+    """Normalize each head, or all heads together: [T, heads, D]."""
+    if weight is None:
+        return heads
+    if weights.whole_norms:
+        return _row_by_row(heads.flatten(1), lambda row: rms_norm(row, weight, weights.eps)).view(heads.shape)
+    return _row_by_row(heads, lambda row: rms_norm(row, weight, weights.eps))
 
 
 def _affine(

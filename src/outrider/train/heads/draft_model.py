@@ -176,7 +176,9 @@ def copy_target_layers(model: DraftModelHead, target_info: TargetInfo, copied: t
             f"`copied` names layer {beyond[0]}, but the target has {target.layers} layers: "
             f"pass numbers from 0 to {target.layers - 1}"
         )
-    if target.head_norms or target.qkv_bias or target.output_bias or target.mlp_bias or target.sandwich_norms:
+    plain = target.pre_norms and target.residual_scale == 1
+    norms = target.head_norms or target.whole_norms or target.post_norms
+    if not plain or norms or target.qkv_bias or target.output_bias or target.mlp_bias:
         raise UserError(
             f"`copied` needs a target with plain Llama layers, but `{target_info.model}` has biases or more norms: "
             "leave it out"

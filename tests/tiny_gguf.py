@@ -1,0 +1,111 @@
+"""Tiny models as GGUF files, written by the `gguf` package with the names and metadata of llama.cpp's converters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+import tiny
+
+# Architecture in GGUF of each model of tiny.CASES whose file llama.cpp would write.
+ARCHITECTURES = {
+    "llama": "llama",
+    "llama-bias": "llama",
+    "mistral": "llama",
+    "qwen2-yarn": "qwen2",
+    "qwen3": "qwen3",
+    "smollm3": "smollm3",
+    "phi3": "phi3",
+    "phi3-long": "phi3",
+    "olmo2": "olmo2",
+    "granite": "granite",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3",
+}
+INTERLEAVED = ("llama", "smollm3", "granite")  # rotary pairs are adjacent rows
+
+
+def write(name: str, path: Path) -> Path:
+    """Write a model of tiny.CASES as a GGUF file of 32-bit floats."""
+    kind = ARCHITECTURES[name]
+    config = json.loads(tiny.original(name).config.to_json_string())
+    writer = gguf.GGUFWriter(path, kind)
+    describe(writer, kind, config)
+    architecture = next(each for each, text in gguf.MODEL_ARCH_NAMES.items() if text == kind)
+    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    for full, tensor in tiny.checkpoint(name).tensors.items():
+        stem, _, leaf = full.rpartition(".")
+        data = tensor.numpy()
+        if kind.startswith("gemma") and full.endswith("norm.weight"):
+            data = data + 1
+        heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(stem.rpartition(".")[2])
+        if heads and kind in INTERLEAVED:
+            data = interleave(data, config[heads])
+        found = names.get_name(stem)
+        assert found is not None, f"{kind} has no tensor {stem}"
+        writer.add_tensor(f"{found}.{leaf}", data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Order the rows of q and k as llama.cpp's converter does."""
+    halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows.shape))
+
+
+def describe(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any]) -> None:
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    ropes = config.get("rope_parameters") or {}
+    rope = ropes.get("full_attention", ropes)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(rope.get("rope_theta", 10_000.0))
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    if config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
+    describe_rope(writer, kind, config, rope)
+    if kind == "granite":
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
+    if kind == "gemma2":
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if kind == "gemma3":
+        writer.add_array("gemma3.attention.sliding_window_pattern", [t[0] == "s" for t in config["layer_types"]])
+        writer.add_float32("gemma3.rope.freq_base_swa", ropes["sliding_attention"]["rope_theta"])
+        # llama.cpp knows the published sizes alone.
+        writer.add_uint32("outrider.query_pre_attn_scalar", config["query_pre_attn_scalar"])
+
+
+def describe_rope(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any], rope: dict[str, Any]) -> None:
+    scaling = rope.get("rope_type", "default")
+    if scaling in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(scaling))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if scaling == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if scaling == "longrope":
+        original = config["original_max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(original)
+        growth = np.log(config["max_position_embeddings"] / original)
+        writer.add_rope_scaling_attn_factors(float(np.sqrt(1 + growth / np.log(original))))
+        for name in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32))
