@@ -17,7 +17,7 @@ namespace {
 using MatrixPointer = std::shared_ptr<Matrix>;
 
 const char* kind_name(const Matrix& matrix) {
-  static const char* const names[] = {"f32", "f16", "bf16", "q4", "q8"};
+  static const char* const names[] = {"f32", "f16", "bf16", "fp8", "q4", "q8"};
   return names[int(matrix.kind)];
 }
 

@@ -311,6 +311,27 @@ OUTRIDER_INLINE void float_rows(const uint8_t* tile, const float* x, int width, 
   (store_lanes(out + size_t(index) * stride, sums[index], lanes), ...);
 }
 
+// The sums of 32 inputs are scaled, then added.
+template <int... index>
+OUTRIDER_INLINE void fp8_rows(const uint8_t* tile, const float* x, int width, float* out, int stride, int lanes,
+                              std::integer_sequence<int, index...>) {
+  f32x16 sums[] = {(void(index), splat(0.0f))...};
+  const float* const rows[] = {x + size_t(index) * width...};
+  for (int from = 0; from < width; from += kFp8Group, tile += kFp8Block) {
+    f32x16 parts[] = {(void(index), splat(0.0f))...};
+    for (int k = 0; k < kFp8Group; k += 4) {
+      const Four four[] = {Four(rows[index] + from + k)...};
+      unroll<4>([&](auto lane) OUTRIDER_LAMBDA {
+        const f32x16 weights = load_fp8(tile + (k + lane) * kLanes);
+        ((parts[index] = fma(weights, four[index].template splat_lane<lane>(), parts[index])), ...);
+      });
+    }
+    const f32x16 scale = load(reinterpret_cast<const float*>(tile + kFp8Quants));
+    ((sums[index] = fma(scale, parts[index], sums[index])), ...);
+  }
+  (store_lanes(out + size_t(index) * stride, sums[index], lanes), ...);
+}
+
 template <Kind kind>
 void float_tiles(const Matrix& matrix, const Rows& rows, int first, int last, float* out, int stride) {
   constexpr int most = kWidth == 4 ? 4 : 8;
@@ -319,10 +340,15 @@ void float_tiles(const Matrix& matrix, const Rows& rows, int first, int last, fl
     const int lanes = matrix.rows - tile * kLanes;
     int row = 0;
     const auto run = [&](auto count) {
-      for (; row + count <= rows.tokens; row += count)
-        float_rows<kind>(weights, rows.x + size_t(row) * rows.width, rows.width,
-                         out + size_t(row) * stride + tile * kLanes, stride, lanes,
-                         std::make_integer_sequence<int, count>{});
+      for (; row + count <= rows.tokens; row += count) {
+        const float* x = rows.x + size_t(row) * rows.width;
+        float* to = out + size_t(row) * stride + tile * kLanes;
+        constexpr std::make_integer_sequence<int, count> each{};
+        if constexpr (kind == Kind::fp8)
+          fp8_rows(weights, x, rows.width, to, stride, lanes, each);
+        else
+          float_rows<kind>(weights, x, rows.width, to, stride, lanes, each);
+      }
     };
     run(std::integral_constant<int, most>{});
     run(std::integral_constant<int, 2>{});
@@ -381,6 +407,8 @@ void linear_tiles(const Matrix& matrix, const Rows& rows, int first, int last, f
       return float_tiles<Kind::f32>(matrix, rows, first, last, out, stride);
     case Kind::f16:
       return float_tiles<Kind::f16>(matrix, rows, first, last, out, stride);
+    case Kind::fp8:
+      return float_tiles<Kind::fp8>(matrix, rows, first, last, out, stride);
     case Kind::bf16:
       return bf16_tiles(matrix, rows, first, last, out, stride);
     case Kind::q4:

@@ -20,13 +20,18 @@ namespace outrider {
 // its terms in the order of K, whatever the number of rows: batch invariance by layout.
 //   f32, f16:       [N/16][K][16]
 //   bf16:           [N/16][K/2][16][2], K padded with zeros to a multiple of 32: pairs of inputs, as AMX wants them
+//   fp8:            [N/16][K/32] blocks of { [32][16] e4m3 bytes, 16 f32 scales }
 //   q4, q8:         [N/16][K/group] blocks of { quants, 16 f16 scales, 16 f16 minima (if has_min) }
 //     quants of q8: [group/4][16][4] int8: vector j holds inputs 4j..4j+3 of 16 outputs (the VNNI and AMX layout)
 //     quants of q4: the same 32 inputs as nibbles: byte vector j has quad j low and quad j + 4 high
 //   w = scale * (quant - zero) + minimum; if the minima are zero points: w = scale * (quant - zero point)
 constexpr int kLanes = 16;
 
-enum class Kind : int { f32, f16, bf16, q4, q8 };
+enum class Kind : int { f32, f16, bf16, fp8, q4, q8 };
+
+// An e4m3 byte becomes a half of 2^-8 times its value by shifting its bits, so the scales of fp8 are stored times 2^8.
+constexpr int kFp8Group = 32, kFp8Quants = kFp8Group * kLanes, kFp8Block = kFp8Quants + kLanes * 4;  // bytes
+constexpr uint16_t fp8_to_half(uint8_t bits) { return uint16_t((bits & 0x80) << 8 | (bits & 0x7f) << 7); }
 
 // Quantization of the activations that meet a quantized matrix; rows that several matrices read follow the last of
 // these. high: 14 bits (12 at level amx) with a scale for every 32 inputs. fast: 8 bits, and the bits of `high` in those

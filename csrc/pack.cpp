@@ -152,7 +152,7 @@ const Format kFormats[] = {
     {"q4_k", Kind::q4, 256, 144, 32, 0, true, decode_q4_k},  {"q5_k", Kind::q8, 256, 176, 32, 0, true, decode_q5_k},
     {"q6_k", Kind::q8, 256, 210, 16, 0, false, decode_q6_k}, {"iq4_nl", Kind::q8, 32, 18, 32, 0, false, decode_iq4_nl},
     {"mxfp4", Kind::q8, 32, 17, 32, 0, false, decode_mxfp4}, {"q4_z", Kind::q4, 32, 20, 32, 0, true, decode_q4_1, 4, true},
-    {"q8_z", Kind::q8, 32, 36, 32, 0, true, decode_q8_z, 4, true},
+    {"q8_z", Kind::q8, 32, 36, 32, 0, true, decode_q8_z, 4, true}, {"fp8", Kind::fp8, 32, 36, 0, 0, false, nullptr},
 };
 
 const Format& find_format(const std::string& name) {
@@ -203,6 +203,21 @@ void pack_floats(const Matrix& m, const uint8_t* source, int tile, Element* to) 
       memcpy(to + float_index(m, lane, k), from + (size_t(lane) * m.cols + k) * sizeof(Element), sizeof(Element));
 }
 
+void pack_fp8(const Matrix& m, const uint8_t* source, int tile, uint8_t* to) {
+  const int lanes = std::min(kLanes, m.rows - tile * kLanes), blocks = m.cols / kFp8Group;
+  constexpr int stored = 4 + kFp8Group;  // bytes of a checkpoint block
+  const uint8_t* from = source + size_t(tile) * kLanes * blocks * stored;
+  for (int b = 0; b < blocks; ++b, to += kFp8Block)
+    for (int lane = 0; lane < lanes; ++lane) {
+      const uint8_t* block = from + (size_t(lane) * blocks + b) * stored;
+      float scale;
+      memcpy(&scale, block, 4);
+      scale *= 256;
+      memcpy(to + kFp8Quants + lane * 4, &scale, 4);
+      for (int k = 0; k < kFp8Group; ++k) to[k * kLanes + lane] = block[4 + k];
+    }
+}
+
 void pack_blocks(const Matrix& m, const Format& format, const uint8_t* source, int tile, uint8_t* to) {
   const int lanes = std::min(kLanes, m.rows - tile * kLanes);
   const int blocks = m.cols / format.elements, groups = format.elements / m.group;
@@ -237,11 +252,18 @@ void pack_tile(const Matrix& m, const Format& format, const uint8_t* source, int
     return deal(m, format, source, tile, to);
   }
   if (format.decode) return pack_blocks(m, format, source, tile, to);
+  if (m.kind == Kind::fp8) return pack_fp8(m, source, tile, to);
   if (m.kind == Kind::f32) return pack_floats(m, source, tile, reinterpret_cast<uint32_t*>(to));
   pack_floats(m, source, tile, reinterpret_cast<uint16_t*>(to));
 }
 
 float element(const Matrix& m, const uint8_t* tile, int lane, int k) {
+  if (m.kind == Kind::fp8) {
+    const uint8_t* block = tile + size_t(k / kFp8Group) * kFp8Block;
+    float scale;
+    memcpy(&scale, block + kFp8Quants + lane * 4, 4);
+    return half_to_float(fp8_to_half(block[k % kFp8Group * kLanes + lane])) * scale;
+  }
   const size_t at = float_index(m, lane, k);
   if (m.kind == Kind::f32) return bits_to_float(reinterpret_cast<const uint32_t*>(tile)[at]);
   if (m.kind == Kind::f16) return half_to_float(reinterpret_cast<const uint16_t*>(tile)[at]);
@@ -252,6 +274,7 @@ float element(const Matrix& m, const uint8_t* tile, int lane, int k) {
 
 size_t Matrix::tile_bytes() const {
   if (group) return size_t(cols / group) * block_bytes(*this);
+  if (kind == Kind::fp8) return size_t(cols / kFp8Group) * kFp8Block;
   const size_t inputs = kind == Kind::bf16 ? size_t(cols + 31) / 32 * 32 : size_t(cols);
   return inputs * kLanes * (kind == Kind::f32 ? 4 : 2);
 }

@@ -202,6 +202,37 @@ OUTRIDER_INLINE f32 load_f16_part(const uint16_t* from) {
   return out;
 #endif
 }
+// Load sixteen e4m3 bytes as 2^-8 times their values.
+OUTRIDER_INLINE f32x16 load_fp8(const uint8_t* from) {
+  f32x16 out;
+#if defined(__ARM_NEON)
+  const uint8x16_t bytes = vld1q_u8(from), zero = vdupq_n_u8(0);
+  const auto half = [](uint8x16_t high_bytes) {  // the sign is copied by the shift and cleared in its copy
+    const int16x8_t shifted = vshrq_n_s16(vreinterpretq_s16_u8(high_bytes), 1);
+    return vreinterpretq_f16_s16(vandq_s16(shifted, vdupq_n_s16(int16_t(0xbfff))));
+  };
+  const float16x8_t halves[] = {half(vzip1q_u8(zero, bytes)), half(vzip2q_u8(zero, bytes))};
+  for (int i = 0; i < 2; ++i) {
+    out.part[2 * i] = (f32)vcvt_f32_f16(vget_low_f16(halves[i]));
+    out.part[2 * i + 1] = (f32)vcvt_high_f32_f16(halves[i]);
+  }
+#elif defined(__F16C__)
+  const __m256i bytes = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  const __m256i shifted = _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 1);
+  const __m256i halves = _mm256_and_si256(shifted, _mm256_set1_epi16(int16_t(0xbfff)));
+#if defined(__AVX512F__)
+  out.part[0] = (f32)_mm512_cvtph_ps(halves);
+#else
+  out.part[0] = (f32)_mm256_cvtph_ps(_mm256_castsi256_si128(halves));
+  out.part[1] = (f32)_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
+#endif
+#else
+  OUTRIDER_EACH(i)
+    for (int lane = 0; lane < kWidth; ++lane)
+      out.part[i][lane] = half_to_float(fp8_to_half(from[i * kWidth + lane]));
+#endif
+  return out;
+}
 OUTRIDER_INLINE f32x16 load_f16(const uint16_t* from) {
   f32x16 out;
   OUTRIDER_EACH(i) out.part[i] = load_f16_part(from + i * kWidth);

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from outrider.config import BACKENDS
+from outrider.kernels.quantization import FORMATS
 from outrider.speculation import available, find
 from outrider.types import SamplingParams
+from outrider.weights.gguf_header import TENSOR_TYPES
 from pages import write_or_check
 
 ROOT = Path(__file__).parents[1]
@@ -53,6 +55,42 @@ cache, and must equal plain decoding in tokens, text, finish reason and log-prob
 `test_every_parameter_in_one_batch_cold_and_hot` in `tests/laws/test_speculation.py`.
 
 """
+CHECKPOINTS = """
+## Checkpoint formats
+
+Weights stay quantised in memory: codes, scales and zero points are repacked without loss into the blocks of the last
+column, which [kernels](kernels.md#formats-of-matrices) lists with their sizes. What blocks cannot hold becomes floats,
+and a line at the start says so. Activations have the precision of the backend, also where a checkpoint states scales
+for them (W8A8, FP8). All families and draft heads can be stored in each format. `bitsandbytes` and all other methods
+are refused by name.
+
+"""
+GGUF_NOTE = """
+GGUF files, split or not, have matrices of these formats: {kinds}. Each equals the
+dequantisation of the `gguf` package to the bit, by `tests/kernels/test_quantized_blocks.py`.
+"""
+# What the vectors of tests/unit/test_quantized.py are: method, layout, library that dequantised them.
+VECTORS = {
+    "awq": ("AWQ", "4 bits, `gemm`, zero points", "AutoAWQ"),
+    "gptq-4-sym": ("GPTQ", "4 bits, symmetric", "GPTQModel"),
+    "gptq-4-asym": ("GPTQ", "4 bits, zero points, also v2", "GPTQModel"),
+    "gptq-8-sym": ("GPTQ", "8 bits, symmetric", "GPTQModel"),
+    "gptq-8-asym": ("GPTQ", "8 bits, zero points", "GPTQModel"),
+    "int4-group-sym": ("compressed-tensors", "W4A16, groups, symmetric", "compressed-tensors"),
+    "int4-group-asym": ("compressed-tensors", "W4A16, groups, zero points", "compressed-tensors"),
+    "int4-channel": ("compressed-tensors", "W4A16, rows", "compressed-tensors"),
+    "int8-group": ("compressed-tensors", "W8A16, groups", "compressed-tensors"),
+    "int8-channel-sym": ("compressed-tensors", "W8A8 int8, rows, symmetric", "compressed-tensors"),
+    "int8-channel-asym": ("compressed-tensors", "W8A8 int8, rows, zero points", "compressed-tensors"),
+    "int8-tensor": ("compressed-tensors", "W8A8 int8, one scale", "compressed-tensors"),
+    "float8-tensor": ("compressed-tensors", "FP8, one scale", "compressed-tensors"),
+    "float8-channel": ("compressed-tensors", "FP8, rows", "compressed-tensors"),
+    "float8-block": (
+        "compressed-tensors, `fp8`",
+        "FP8, blocks of rows and columns",
+        "compressed-tensors, transformers",
+    ),
+}
 ELSEWHERE = """
 These parameters do not affect which tokens are chosen, or have tests of their own:
 
@@ -107,17 +145,39 @@ def mentioning(parameter: str) -> list[str]:
     return files[:2]
 
 
+def checkpoints() -> list[str]:
+    """Return a row for each format of quantized safetensors that has recorded vectors."""
+    kinds: dict[str, str] = importlib.import_module("unit.test_quantized").KINDS
+    lines = ["| method | layout | equal to the bit to | blocks |", "|---|---|---|---|"]
+    covered: set[str] = set()
+    for prefix, (method, layout, library) in VECTORS.items():
+        found = {name: kind for name, kind in kinds.items() if name.startswith(prefix + "-")}
+        covered |= set(found)
+        for ordered in (False, True):
+            part = {kind for name, kind in found.items() if ("act-order" in name) == ordered}
+            if part:
+                order = ", act-order" if ordered else ""
+                blocks = " or ".join(f"`{kind}`" for kind in sorted(part))
+                lines.append(f"| {method} | {layout}{order} | {library} | {blocks} |")
+    if covered != set(kinds):
+        sys.exit(f"no row of the support table covers {sorted(set(kinds) - covered)}")
+    return lines
+
+
 def page() -> str:
     mix = importlib.import_module("laws.mix")
     named = [backend for backend in BACKENDS if backend != "auto"]
     cases = f"{len(available())} methods x {len(named)} backends x {len(mix.MIX)} requests = "
     cases += str(len(available()) * len(named) * len(mix.MIX))
     inside, outside = parameters()
+    gguf = ", ".join(f"`{kind}`" for kind in TENSOR_TYPES.values() if kind in FORMATS)
     parts = [
         HEADER,
         *methods(),
         METHODS + DEVICES.format(cases=cases) + "\n".join(inside),
         ELSEWHERE + "\n".join(outside),
+        CHECKPOINTS + "\n".join(checkpoints()),
+        GGUF_NOTE.format(kinds=gguf).rstrip(),
     ]
     return "\n".join(parts) + "\n"
 

@@ -168,7 +168,6 @@ def test_the_embedding_scale_is_rounded_as_the_embedding_is() -> None:
         ({"num_local_experts": 8}, "experts .`num_local_experts`. are not supported"),
         ({"final_logit_softcapping": 30.0}, "`final_logit_softcapping`"),
         ({"use_bidirectional_attention": True}, "`use_bidirectional_attention`"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized by `gptq`"),
         ({"hidden_act": "relu"}, "activation `relu`"),
         (
             {"rope_scaling": {"type": "ntk", "factor": 4.0}},

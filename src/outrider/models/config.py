@@ -241,12 +241,6 @@ def _refuse_unsupported(config: Mapping[str, Any], architecture: Architecture) -
             raise UserError(f"soft-capped logits (`{name}`) are supported in Gemma 2 alone: pick a model without them")
     if config.get("use_bidirectional_attention"):
         raise UserError("`use_bidirectional_attention` is not supported: pick a model that generates text")
-    if quantization := config.get("quantization_config"):
-        method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
-        raise UserError(
-            f"weights quantized by `{method}` are not supported: pick the unquantized checkpoint with "
-            "`--quantize int8` or `int4`, or a GGUF file"
-        )
 
 
 def _activation(fields: ConfigFields) -> Activation:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..quantization import FORMATS, dequantize, row_bytes
+from ..quantization import FORMATS, row_bytes
 from ..structures import AttentionWeights, Batch, LayerPages, MlpWeights, Weight
 from . import _native
 from .runtime import FLOAT, address, floats, integers
@@ -54,8 +54,6 @@ def vector(values: Tensor) -> Tensor:
 
 
 def matrix(weight: Weight, fast_activations: bool = False) -> _native.Matrix:
-    if weight.kind == "fp8":  # these processors have no instructions for it
-        weight = Weight("bf16", weight.shape, dequantize(weight).to(torch.bfloat16))
     block = FORMATS[weight.kind]
     rows, columns = weight.shape
     expected = rows * row_bytes(weight.kind, columns)

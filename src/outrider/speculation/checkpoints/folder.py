@@ -22,6 +22,7 @@ from ...models.fields import ConfigFields
 from ...weights import locate
 from ...weights.checkpoint import read_json
 from ...weights.hf_folder import read_index, single_file
+from ...weights.quantized import QuantizedMatrix, join, read_settings
 from ...weights.random import HOST, is_random, open_random_head
 
 PICKLED = "pytorch_model.bin"
@@ -206,21 +207,36 @@ def arrange(path: Path, config: dict[str, Any], found: dict[str, Tensor]) -> Fol
     for name in ("vision_config", "audio_config", "image_token_id", "image_token_index"):
         if config.get(name) is not None:
             raise UserError(f"`{path}` is for a model that reads more than text (`{name}`): take a head for text alone")
-    tensors: dict[str, Held] = {}
-    for name, tensor in _unpack(found, path).items():
+    tensors: dict[str, Held | QuantizedMatrix] = {}
+    for name, tensor in _joined(path, config, found).items():
         for pattern, replacement in RENAMED:
             name = re.sub(pattern, replacement, name)
         tensors[name] = tensor
     ignored = tuple(name for name in tensors if NEEDLESS.search(name))
     tensors = {name: tensor for name, tensor in tensors.items() if name not in ignored}
-    hollow = next((name for name, tensor in tensors.items() if not tensor.dim() or not tensor.numel()), None)
+    hollow = next((name for name, tensor in tensors.items() if not prod(tensor.shape) or not tensor.shape), None)
     if hollow is not None:
         raise UserError(
             f"`{path}` stores the tensor `{hollow}` with the shape {list(tensors[hollow].shape)}, which nothing in a "
             "head has: fetch it again"
         )
-    tensors, modules = _find_modules(tensors)
-    return Folder(path, config, _split(_sorted_vocabulary(tensors), config), ignored, modules)
+    tensors, modules = _find_modules(tensors)  # before the loading: modules may lie beside a whole model
+    held = {name: _loaded(tensor) for name, tensor in tensors.items()}
+    return Folder(path, config, _split(_sorted_vocabulary(held), config), ignored, modules)
+
+
+def _joined(path: Path, config: dict[str, Any], found: dict[str, Tensor]) -> dict[str, Held | QuantizedMatrix]:
+    """Return the tensors by the names of their matrices: several are one matrix of a quantized checkpoint."""
+    settings = read_settings(path, config)
+    matrices, used = ({}, set()) if settings is None else join(settings, found)
+    return {**_unpack({name: tensor for name, tensor in found.items() if name not in used}, path), **matrices}
+
+
+def _loaded(tensor: Held | QuantizedMatrix) -> Held:
+    if not isinstance(tensor, QuantizedMatrix):
+        return tensor
+    weight = tensor.load()
+    return Packed(weight.kind, weight.data) if FORMATS[weight.kind].quantized else weight.data
 
 
 def _read_mask(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -336,7 +352,9 @@ def _unpack(found: dict[str, Tensor], path: object) -> dict[str, Held]:
     return held
 
 
-def _find_modules(tensors: dict[str, Held]) -> tuple[dict[str, Held], Modules | None]:
+def _find_modules(
+    tensors: dict[str, Held | QuantizedMatrix],
+) -> tuple[dict[str, Held | QuantizedMatrix], Modules | None]:
     """Return the tensors of the modules under our names; all tensors unchanged if there is no module.
 
     The decoder layer of module J is `model.layers.J`; its other parts are `model.modules.J`.
@@ -349,10 +367,12 @@ def _find_modules(tensors: dict[str, Held]) -> tuple[dict[str, Held], Modules | 
     return tensors, None
 
 
-def _rename_modules(tensors: dict[str, Held], naming: Naming, numbers: set[int]) -> tuple[dict[str, Held], int]:
+def _rename_modules(
+    tensors: dict[str, Held | QuantizedMatrix], naming: Naming, numbers: set[int]
+) -> tuple[dict[str, Held | QuantizedMatrix], int]:
     """Rename the tensors of modules, and number the modules from 0."""
-    renamed: dict[str, Held] = {}
-    shared: dict[str, Held] = {}  # by all modules
+    renamed: dict[str, Held | QuantizedMatrix] = {}
+    shared: dict[str, Held | QuantizedMatrix] = {}  # by all modules
     found = [(match, name) for name in tensors if (match := naming.module.match(name))]
     numbers = numbers or {int(match[1]) for match, _ in found if match[1] is not None}
     order = {number: index for index, number in enumerate(sorted(numbers))}
