@@ -31,9 +31,9 @@ def test_logits_equal_transformers(scheme: str, backend: str, tmp_path: Path) ->
     wanted = original(torch.tensor([TOKENS])).logits[0]
     assert wanted.std() > 0.3
     logits, _ = run(build(open_checkpoint(folder), kernels.load(backend)), TOKENS, 7)
-    # Beside integer weights, the CPU rounds activations to 14 bits.
-    rounded = (backend == "cpu" and "fp8" not in scheme) or "act-order" in scheme
-    torch.testing.assert_close(logits, wanted, atol=2e-3 if rounded else 1e-4, rtol=0)
+    # Beside integer weights, the CPU rounds activations to 14 bits. With act-order, weights become halves.
+    limit = 1e-2 if "act-order" in scheme else 2e-3 if backend == "cpu" and "fp8" not in scheme else 1e-4
+    torch.testing.assert_close(logits, wanted, atol=limit, rtol=0)
 
 
 # What transformers needs to load a checkpoint of each scheme itself. w8a8 is left out: it rounds activations, too.
