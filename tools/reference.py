@@ -97,7 +97,9 @@ def metrics() -> list[Metric]:
     spec_stats = SpecStats(steps=1, drafted=1, accepted=1, drafted_per_depth=[1], accepted_per_depth=[1], widths={1: 1})
     engine = SimpleNamespace(
         scheduler=SimpleNamespace(cache=SimpleNamespace(lookups=0, hits=0, evictions=0)),
-        spec_manager=SimpleNamespace(method_stats={"method": spec_stats}),
+        spec_manager=SimpleNamespace(
+            method_stats={"method": spec_stats}, adapter_stats={"adapter": {"method": spec_stats}}
+        ),
         parents={},
         times=SimpleNamespace(steps=0, seconds=0.0),
         runner=SimpleNamespace(multi_step=SimpleNamespace(busy=0.0)),

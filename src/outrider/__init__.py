@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .adapters import LoRARequest
 from .errors import UserError
 from .types import Completion, Output, SamplingParams, Stats, StructuredOutput, TokenLogprobs
 
@@ -17,6 +18,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "Completion",
+    "LoRARequest",
     "Output",
     "SamplingParams",
     "Stats",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypeVar, Unpack
 
+from .adapters import LoRARequest
 from .config import EngineOptions
 from .engine import Engine
 from .input_processor import Prompt
@@ -138,6 +139,7 @@ class AsyncLLM:
         *,
         sampling_params: SamplingParams | None = None,
         on_end: Callable[[], None] | None = None,
+        lora_request: LoRARequest | str | None = None,
     ) -> AsyncIterator[Output]:
         """Yield the output as it grows; each item holds the whole text so far. Leaving the loop aborts the request.
 
@@ -149,7 +151,7 @@ class AsyncLLM:
         grammar = await self._compile(used)
 
         def add() -> None:
-            ids.append(self._shared.add(prompt, used, self, request_id))
+            ids.append(self._shared.add(prompt, used, self, request_id, lora_request))
             self._mailboxes[ids[0]] = mailbox
 
         finished = False
@@ -173,10 +175,33 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         sampling_params: SamplingParams | None = None,
+        lora_request: LoRARequest | str | None = None,
     ) -> AsyncIterator[Output]:
         """Answer a conversation as `generate` answers a prompt."""
-        async for output in self.generate(self.llm.chat_prompt(messages), params, sampling_params=sampling_params):
+        prompt = self.llm.chat_prompt(messages)
+        async for output in self.generate(prompt, params, sampling_params=sampling_params, lora_request=lora_request):
             yield output
+
+    async def add_lora(self, lora_request: LoRARequest, replace: bool = False) -> bool:
+        """Load an adapter for later requests. It is read beside the engine's thread; steps go on meanwhile.
+
+        replace: unload an adapter of the same name first.
+        """
+        manager, name, path = self.engine.adapters, lora_request.lora_name, lora_request.lora_path
+        pairs = await asyncio.to_thread(manager.read, path)
+
+        def add() -> None:
+            if replace and name in manager.loaded:
+                manager.remove(name)
+            manager.add(name, path, pairs)
+
+        await self._call(add)
+        return True
+
+    async def remove_lora(self, name: str) -> bool:
+        """Unload an adapter. Its unfinished requests go on with it."""
+        await self._call(lambda: self.engine.adapters.remove(name))
+        return True
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator gets a last output with finish_reason `abort`."""

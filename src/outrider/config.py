@@ -51,6 +51,11 @@ class EngineConfig:
     speculate: str = "none"  # METHOD or METHOD:key=value,...; auto: the fastest measured; none: plain decoding
     speculative_config: Mapping[str, Any] | None = None  # speculation options under vLLM's keys
     always_draft: bool = False  # the full width in every step, even if drafts do not pay: adaptive=no for any method
+    enable_lora: bool = False  # let requests name adapters; `lora` does so too
+    lora: Mapping[str, str] | None = None  # adapters to load at the start: name -> folder in PEFT's layout, or hub name
+    max_loras: int = 4  # different adapters in one step
+    max_lora_rank: int = 64  # largest rank of an adapter
+    max_cpu_loras: int = 64  # adapters in host memory
 
 
 class EngineOptions(TypedDict, total=False):
@@ -76,6 +81,11 @@ class EngineOptions(TypedDict, total=False):
     speculate: str
     speculative_config: Mapping[str, Any] | None
     always_draft: bool
+    enable_lora: bool
+    lora: Mapping[str, str] | None
+    max_loras: int
+    max_lora_rank: int
+    max_cpu_loras: int
     rounds: int | None  # deprecated alias
     max_model_len: int | None
     max_num_seqs: int
@@ -152,7 +162,7 @@ def check(config: EngineConfig) -> None:
     if config.cudagraph_mode not in GRAPHS:
         reason = NO_PIECEWISE if "PIECEWISE" in config.cudagraph_mode else ""
         raise UserError(f"`cudagraph_mode` is `{config.cudagraph_mode}`{reason}: expected one of {', '.join(GRAPHS)}")
-    for name in ("max_requests", "page_size"):
+    for name in ("max_requests", "page_size", "max_loras", "max_lora_rank", "max_cpu_loras"):
         if getattr(config, name) < 1:
             raise UserError(f"`{name}` is {getattr(config, name)}: it must be at least 1")
     for name in ("max_context", "cache_tokens", "threads", "max_step_tokens", "decode_steps"):

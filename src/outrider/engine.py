@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, replace
 
 from . import config as configuration
+from .adapters import AdapterManager, LoRARequest
 from .cache.pages import Pages
 from .config import DeviceFacts, EngineConfig, ResolvedConfig
 from .detokenizer import ParentRequest, error_text
@@ -18,6 +19,7 @@ from .errors import UserError
 from .input_processor import InputProcessor, Prompt, PromptInput, end_tokens, read_prompt
 from .kernels import load
 from .models import build
+from .models.lora import LoraLayers
 from .multi_step.planner import RunLength
 from .request import Request, RowResult, Step
 from .runner import Runner
@@ -30,6 +32,7 @@ from .structured_output.compiler import Compiler
 from .tokenizer import Tokenizer
 from .types import FinishReason, Output, Progress, SamplingParams, unwatched
 from .weights import open_checkpoint
+from .weights.lora import read_lora
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +57,11 @@ class Engine:
         self.ops = load(backend, config.threads, config.deterministic, config.activations)
         checkpoint = open_checkpoint(config.model, progress, self.device.torch_device)
         self.tokenizer = Tokenizer.open(checkpoint.tokenizer_source)
-        self.model = build(checkpoint, self.ops, config.quantize, config.max_context, progress)
+        lora = LoraLayers(self.ops, config.max_loras, config.max_lora_rank) if uses_lora(config) else None
+        self.model = build(checkpoint, self.ops, config.quantize, config.max_context, progress, lora)
+        self.adapters = AdapterManager(lora, read_lora, config.max_cpu_loras)
+        for name, path in (config.lora or {}).items():
+            self.adapters.add(name, str(path))
         dtype = configuration.kv_dtype(config, checkpoint.float32 and config.quantize is None)
         progress(0, 2, "warming up")
         self.spec_manager = self._make_spec_manager(config, speculation, dtype)
@@ -74,6 +81,7 @@ class Engine:
             self.resolved.max_step_tokens,
             self.resolved.prefix_cache,
             self.resolved.decode_steps,
+            self.adapters,
         )
         if speculation.method and speculation.adaptive:
             with single_threaded_torch(backend):
@@ -106,8 +114,14 @@ class Engine:
         self._measure(step, results, started)
         return outputs
 
-    def add(self, prompt: Prompt | PromptInput, params: SamplingParams, request_id: str | None = None) -> str:
-        """Queue a prompt and return the id that its outputs carry."""
+    def add(
+        self,
+        prompt: Prompt | PromptInput,
+        params: SamplingParams,
+        request_id: str | None = None,
+        lora_request: LoRARequest | str | None = None,
+    ) -> str:
+        """Queue a prompt and return the id that its outputs carry. lora_request: the adapter, or the name of one."""
         read = read_prompt(prompt)
         if not isinstance(params, SamplingParams):
             raise UserError(f"`params` is {reprlib.repr(params)}: expected SamplingParams")
@@ -117,7 +131,8 @@ class Engine:
         parent_id = str(number) if request_id is None else request_id
         if parent_id in self.parents:
             raise UserError(f"request id `{parent_id}` is in use: pick another, or leave it out")
-        requests = self.input_processor.requests(parent_id, number, read, params)
+        adapter = self.adapters.find(lora_request)
+        requests = self.input_processor.requests(parent_id, number, read, params, adapter)
         parent = ParentRequest.open(parent_id, read.text, requests, self.tokenizer)
         for request in requests:
             self.scheduler.add(request)
@@ -261,3 +276,8 @@ class Engine:
             storage.allocate(resolved.pages, self.device)
         runner = self._make_runner(storages[0], Graphs(self.device, "NONE"), resolved)
         runner.profile_run(tokens, min(config.max_requests, tokens))
+
+
+def uses_lora(config: EngineConfig) -> bool:
+    """Return whether requests may name adapters."""
+    return config.enable_lora or bool(config.lora)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,9 +12,17 @@ from .cache.pages import slots_of
 from .device import Buffer, Device
 from .device.graphs import padded
 from .kernels import Batch
-from .request import Row
+from .request import Request, Row
 
-Shape = tuple[int, int, int, bool]  # tokens, rows, pages in a table, whether some row is a tree
+
+class Shape(NamedTuple):
+    """The shape of a batch."""
+
+    tokens: int
+    rows: int
+    pages: int  # in a page table
+    is_tree: bool = False  # some row is a tree
+    has_adapters: bool = False  # some row has an adapter
 
 
 class BatchBuilder:
@@ -26,6 +35,7 @@ class BatchBuilder:
         self.starts = [0]
         self.tables: list[list[int]] = []
         self.parents: list[int] = []  # index of each token's parent; empty: no row is a tree
+        self.adapters: list[int] = []  # slot of each token's adapter, -1: none; empty: no row has one
 
     def add(
         self,
@@ -34,6 +44,7 @@ class BatchBuilder:
         slots: Iterable[int],
         pages: list[int],
         parents: Iterable[int] = (),
+        adapters: Iterable[int] = (),
     ) -> None:
         """Append a row. parents: index in the batch of the token before each; -1: none in the batch."""
         self.tokens += tokens
@@ -42,18 +53,20 @@ class BatchBuilder:
         self.starts.append(len(self.tokens))
         self.tables.append(pages)
         self.parents += parents
+        self.adapters += adapters
 
     @property
     def shape(self) -> Shape:
-        return len(self.tokens), len(self.tables), max(map(len, self.tables)), bool(self.parents)
+        widest = max(map(len, self.tables))
+        return Shape(len(self.tokens), len(self.tables), widest, bool(self.parents), bool(self.adapters))
 
     def pack(self, shape: Shape) -> list[int]:
         """Return all tensors in one list, each padded to `shape`.
 
-        Tokens and positions are padded with 0, slots with -1 (none), starts with the last end: so rows without tokens
-        come last.
+        Tokens and positions are padded with 0, slots and adapters with -1 (none), starts with the last end: so rows
+        without tokens come last.
         """
-        count, rows, width, is_tree = shape
+        count, rows, width, is_tree, has_adapters = shape
         spare, unused = [0] * (count - len(self.tokens)), [-1] * (count - len(self.tokens))
         packed = self.tokens + spare + self.positions + spare + self.slots + unused
         packed += self.starts + [self.starts[-1]] * (rows + 1 - len(self.starts))
@@ -61,7 +74,9 @@ class BatchBuilder:
             packed += pages
             packed += [0] * (width - len(pages))
         packed += [0] * (width * (rows - len(self.tables)))
-        return packed + self.parents + unused if is_tree else packed
+        if is_tree:
+            packed += self.parents + unused
+        return packed + self.adapters + unused if has_adapters else packed
 
     def upload(self, device: Device, *indices: list[int]) -> tuple[Batch, list[Tensor]]:
         """Upload the batch and lists of indices together: a second upload would cost more than its data."""
@@ -70,20 +85,23 @@ class BatchBuilder:
         for values in indices:
             packed += values
         tensors = torch.split(device.upload(packed, torch.int32), [*sizes(shape), *(len(values) for values in indices)])
-        return as_batch(shape, tensors[:6]), list(tensors[6:])
+        return as_batch(shape, tensors[:7]), list(tensors[7:])
 
 
 def sizes(shape: Shape) -> list[int]:
     """Return the sizes of the tensors of a batch, in the order of `BatchBuilder.pack`."""
-    tokens, rows, width, is_tree = shape
-    return [tokens, tokens, tokens, rows + 1, rows * width, tokens if is_tree else 0]
+    tokens, rows, width, is_tree, has_adapters = shape
+    optional = [tokens if is_tree else 0, tokens if has_adapters else 0]
+    return [tokens, tokens, tokens, rows + 1, rows * width, *optional]
 
 
 def as_batch(shape: Shape, tensors: Sequence[Tensor]) -> Batch:
     """Return a batch of tensors in the order of `sizes`."""
-    _, rows, width, is_tree = shape
-    tokens, positions, slots, starts, tables, parents = tensors
-    return Batch(tokens, positions, slots, starts, tables.view(rows, width), parents if is_tree else None)
+    _, rows, width, is_tree, has_adapters = shape
+    tokens, positions, slots, starts, tables, parents, adapters = tensors
+    tables = tables.view(rows, width)
+    optional = parents if is_tree else None, adapters if has_adapters else None
+    return Batch(tokens, positions, slots, starts, tables, *optional)
 
 
 def make_batch(device: Device, shape: Shape) -> tuple[Buffer, Batch]:
@@ -94,8 +112,8 @@ def make_batch(device: Device, shape: Shape) -> tuple[Buffer, Batch]:
 
 def padded_shape(shape: Shape) -> Shape:
     """Return the shape of the CUDA graph that serves batches of this shape."""
-    tokens, rows, width, is_tree = shape
-    return padded(tokens), padded(rows), 1 << (width - 1).bit_length(), is_tree
+    pages = 1 << (shape.pages - 1).bit_length()
+    return shape._replace(tokens=padded(shape.tokens), rows=padded(shape.rows), pages=pages)
 
 
 def collect(rows: list[Row], page_size: int) -> BatchBuilder:
@@ -105,6 +123,7 @@ def collect(rows: list[Row], page_size: int) -> BatchBuilder:
     the same position.
     """
     has_tree = any(row.draft is not None and row.draft.parents is not None for row in rows)
+    has_adapters = any(row.request.adapter is not None for row in rows)
     builder = BatchBuilder()
     for row in rows:
         end = row.start + len(row.tokens)
@@ -114,8 +133,17 @@ def collect(rows: list[Row], page_size: int) -> BatchBuilder:
             positions += [end + depth for depth in row.draft.depths()]
         slots = slots_of(row.request.pages, range(row.start, row.start + row.size), page_size)
         parents = parents_of(row, len(builder.tokens)) if has_tree else ()
-        builder.add(tokens, positions, slots, row.request.pages, parents)
+        adapters = [slot_of(row.request)] * row.size if has_adapters else ()
+        builder.add(tokens, positions, slots, row.request.pages, parents, adapters)
     return builder
+
+
+def slot_of(request: Request) -> int:
+    """Return the slot of the request's adapter; -1: it has none."""
+    if request.adapter is None:
+        return -1
+    assert request.adapter.slot >= 0, f"the adapter `{request.adapter.name}` is in no slot"
+    return request.adapter.slot
 
 
 def parents_of(row: Row, begin: int) -> list[int]:

@@ -9,6 +9,7 @@ from functools import cached_property
 from numbers import Integral
 from typing import Any, NotRequired, TypedDict
 
+from .adapters import Adapter
 from .config import ResolvedConfig
 from .errors import PromptError, UserError
 from .request import Request
@@ -110,7 +111,14 @@ class InputProcessor:
         """Return the grammar compiler. It is thread-safe: `requests` finds what another thread has compiled."""
         return Compiler(self.tokenizer, self.vocabulary, self.end_tokens)
 
-    def requests(self, parent_id: str, number: int, prompt: PromptInput, params: SamplingParams) -> list[Request]:
+    def requests(
+        self,
+        parent_id: str,
+        number: int,
+        prompt: PromptInput,
+        params: SamplingParams,
+        adapter: Adapter | None = None,
+    ) -> list[Request]:
         """Make the `n` samples of a prompt. `number` counts the calls and seeds those without a seed."""
         tokens = prompt.tokens if prompt.tokens is not None else self.tokenizer.encode(prompt.text or "")
         self._check_ids(params)
@@ -118,7 +126,8 @@ class InputProcessor:
         seed = params.seed if params.seed is not None else mix(self.resolved.seed, number)
         bad_words, prediction = self._bad_words(params), self._prediction(params)
         return [
-            self._request(parent_id, index, tokens, params, seed, bad_words, prediction) for index in range(params.n)
+            self._request(parent_id, index, tokens, params, seed, bad_words, prediction, adapter)
+            for index in range(params.n)
         ]
 
     def _request(
@@ -130,6 +139,7 @@ class InputProcessor:
         seed: int,
         bad_words: tuple[tuple[int, ...], ...],
         prediction: list[int],
+        adapter: Adapter | None,
     ) -> Request:
         assigned = self.spec_manager.assign(params)
         request = Request(
@@ -143,6 +153,7 @@ class InputProcessor:
             parent_id=parent_id,
             bad_words=bad_words,
             prediction=prediction,
+            adapter=adapter,
             grammar=GrammarMatcher(self.compiler.compile(params.structured)) if params.structured is not None else None,
             **asdict(assigned),
         )

@@ -9,6 +9,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Self, Unpack, overload
 
+from .adapters import LoRARequest
 from .config import EngineConfig, EngineOptions, ResolvedConfig, make_config
 from .engine import Engine
 from .errors import PromptError, UserError
@@ -22,6 +23,8 @@ from .types import Completion, FinishReason, Output, Progress, SamplingParams, S
 Message = Mapping[str, Any]
 Conversation = Sequence[Message]
 Params = SamplingParams | Sequence[SamplingParams]
+Lora = LoRARequest | str  # an adapter, or the name of one that is loaded
+Loras = Lora | None | Sequence[Lora | None]
 
 
 class LLM:
@@ -68,6 +71,23 @@ class LLM:
         return self.engine.spec_manager.method_stats
 
     @property
+    def adapter_stats(self) -> Mapping[str, Mapping[str, SpecStats]]:
+        """Return the speculation stats of all finished requests with an adapter, by adapter and method."""
+        return self.engine.spec_manager.adapter_stats
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter for later requests. Its path is read on this thread; steps of other threads go on."""
+        shared, manager = self.shared, self.engine.adapters
+        pairs = manager.read(lora_request.lora_path)
+        shared.call(lambda: manager.add(lora_request.lora_name, lora_request.lora_path, pairs))
+        return True
+
+    def remove_lora(self, name: str) -> bool:
+        """Unload an adapter. Its unfinished requests go on with it."""
+        self.shared.call(lambda: self.engine.adapters.remove(name))
+        return True
+
+    @property
     def tallies(self) -> Mapping[str, SpecStats]:  # deprecated alias
         """Return `method_stats` under its deprecated name."""
         return self.method_stats
@@ -80,19 +100,26 @@ class LLM:
         *,
         sampling_params: Params | None = None,
         keep_going: bool = False,
+        lora_request: Loras = None,
     ) -> list[Output]:
         """Return one output per prompt, in order.
 
         A prompt is a text, a list of token ids, or one of vLLM's mappings with `prompt` or `prompt_token_ids`.
         `params` (or `sampling_params`) is one for all prompts or one for each. `progress` is called with each output as
         it grows. With `keep_going`, a prompt that is empty or too long does not fail the call: its output has the
-        finish reason `error`, and `stop_reason` says why.
+        finish reason `error`, and `stop_reason` says why. `lora_request` is the adapter of all prompts, or of each.
         """
         inputs = as_prompts(prompts)
-        return self._generate(inputs, either(params, sampling_params), progress, keep_going, "prompts")
+        used = either(params, sampling_params)
+        return self._generate(inputs, used, progress, keep_going, "prompts", lora_request)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        sampling_params: SamplingParams | None = None,
+        lora_request: Lora | None = None,
     ) -> Iterator[Output]:
         """Yield the output as it grows; each item holds the whole text so far."""
         (used,) = as_params(either(params, sampling_params), 1)
@@ -100,7 +127,7 @@ class LLM:
         shared, unfinished = self.shared, list[str]()
         grammars = self._compile([used])
         try:
-            shared.call(lambda: unfinished.append(shared.add(prompt, used, inbox)))
+            shared.call(lambda: unfinished.append(shared.add(prompt, used, inbox, None, lora_request)))
             del grammars
             while unfinished:
                 for output in inbox.wait():
@@ -121,6 +148,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         sampling_params: SamplingParams | None = None,
+        lora_request: Lora | None = None,
     ) -> Output: ...
 
     @overload
@@ -131,6 +159,7 @@ class LLM:
         *,
         sampling_params: Params | None = None,
         keep_going: bool = False,
+        lora_request: Loras = None,
     ) -> list[Output]: ...
 
     def chat(
@@ -140,6 +169,7 @@ class LLM:
         *,
         sampling_params: Params | None = None,
         keep_going: bool = False,
+        lora_request: Loras = None,
     ) -> Output | list[Output]:
         """Answer a conversation, a list of messages, with one output; a list of conversations with one for each.
 
@@ -149,10 +179,11 @@ class LLM:
         if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
             raise UserError(f"`messages` is {reprlib.repr(messages)}: expected a list of messages")
         if not messages or isinstance(messages[0], Mapping):
-            (output,) = self._generate([PromptInput(tokens=self.chat_prompt(messages))], used, None, False, "messages")  # type: ignore[arg-type]
+            prompt = PromptInput(tokens=self.chat_prompt(messages))  # type: ignore[arg-type]
+            (output,) = self._generate([prompt], used, None, False, "messages", lora_request)
             return output
         inputs = [self._read_conversation(index, each) for index, each in enumerate(messages)]
-        return self._generate(inputs, used, None, keep_going, "messages")
+        return self._generate(inputs, used, None, keep_going, "messages", lora_request)
 
     def close(self) -> None:
         """End all requests, and release the model. Every later call raises EngineStoppedError."""
@@ -175,18 +206,19 @@ class LLM:
         progress: Callable[[Output], None] | None,
         keep_going: bool,
         name: str,
+        lora_request: Loras = None,
     ) -> list[Output]:
         """Answer all inputs. `name` is what errors call the list of them."""
-        params_list = as_params(params, len(inputs))
+        params_list, loras = as_params(params, len(inputs)), as_loras(lora_request, len(inputs))
         shared, inbox = self.shared, Inbox(self.shared, partial=progress is not None)
         ids: list[str] = []
         unfinished: set[str] = set()
         done: dict[str, Output] = {}
 
         def add_all() -> None:
-            for index, (prompt, own) in enumerate(zip(inputs, params_list, strict=True)):
+            for index, (prompt, own, lora) in enumerate(zip(inputs, params_list, loras, strict=True)):
                 try:
-                    ids.append(shared.add(prompt, own, inbox))
+                    ids.append(shared.add(prompt, own, inbox, None, lora))
                     unfinished.add(ids[-1])
                 except PromptError as error:
                     named = name_prompt(error, f"`{name}[{index}]`", len(inputs) > 1, keep_going)
@@ -254,6 +286,16 @@ def as_params(params: Params | None, count: int) -> list[SamplingParams]:
     if len(params) != count:
         raise UserError(f"{count} prompts came with {len(params)} parameter sets: give one for each, or one for all")
     return list(params)
+
+
+def as_loras(lora_request: Loras, count: int) -> list[Lora | None]:
+    if lora_request is None or isinstance(lora_request, LoRARequest | str):
+        return [lora_request] * count
+    if not isinstance(lora_request, Sequence):
+        raise UserError(f"`lora_request` is {reprlib.repr(lora_request)}: expected a LoRARequest, or a list of them")
+    if len(lora_request) != count:
+        raise UserError(f"{count} prompts came with {len(lora_request)} adapters: give one for each, or one for all")
+    return list(lora_request)
 
 
 def name_prompt(error: PromptError, name: str, several: bool, keep_going: bool) -> PromptError:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from .types import DecodeStep, Draft, Ending, FinishReason, SamplingParams, SpecStats, TokenLogprobs
 
 if TYPE_CHECKING:
+    from .adapters import Adapter
     from .sampler import LogitTable
     from .structured_output.matcher import GrammarMatcher
 
@@ -28,6 +29,7 @@ class RequestInput:
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     prediction: list[int] = field(default_factory=list)  # params.prediction as token ids
     grammar: GrammarMatcher | None = None  # for params.structured
+    adapter: Adapter | None = None  # None: the model itself
     logit_table: LogitTable | None = None  # of params.logit_bias and such; made when the sampler first needs it
 
 
@@ -71,6 +73,12 @@ class SpeculationState:
 @dataclass(eq=False)
 class Request(SpeculationState, CacheState, GenerationState, RequestInput):
     """One sequence being generated. The scheduler owns it; other modules read it."""
+
+    @property
+    def cache_salt(self) -> str | tuple[int, str]:
+        """Return what else than its tokens a prefix must share with this request, to be reused."""
+        salt = self.params.cache_salt
+        return salt if self.adapter is None else (self.adapter.number, salt)
 
     @property
     def length(self) -> int:

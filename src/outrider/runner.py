@@ -10,6 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from .adapters import Adapter
 from .cache.pages import Pages, slots_of
 from .device import Buffer, Device
 from .device.graphs import Graphs, padded
@@ -239,11 +240,17 @@ class Runner:
         self.spec_manager.profile()
 
     def profile_run(self, tokens: int, rows: int) -> None:
-        """Run the largest steps, to measure their memory: a prompt of `tokens`, and `rows` rows that sample a token."""
-        request = Request("profile", [0] * tokens, SamplingParams(temperature=0), 0, max_length=tokens + 1)
+        """Run the largest steps, to measure their memory: a prompt of `tokens`, and `rows` rows that sample a token.
+
+        With adapters enabled these have one, which is empty: its kernels are compiled now.
+        """
+        adapter = None if self.model.lora is None else Adapter("profile", "", 0, {}, pinned=False, slot=0)
+        request = Request(
+            "profile", [0] * tokens, SamplingParams(temperature=0), 0, max_length=tokens + 1, adapter=adapter
+        )
         request.pages = list(range(-(-tokens // self.page_size)))
         self.step(Step([Row(request, 0, request.prompt, sample=True)]))
-        single = Request("profile", [0], SamplingParams(temperature=0), 0, max_length=2, pages=[0])
+        single = Request("profile", [0], SamplingParams(temperature=0), 0, max_length=2, pages=[0], adapter=adapter)
         self.step(Step([Row(single, 0, [0], sample=True)] * rows))
 
 

@@ -16,7 +16,9 @@ from bisect import insort
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
+from .adapters import Adapter
 from .cache.prefix import PrefixCache
 from .errors import UserError
 from .request import Request, Row, RowResult, Step
@@ -38,6 +40,14 @@ NO_TOKEN_ALLOWED = (
     "the output ended early: no token is left that `structured` allows and no ban excludes, or finding one exceeds "
     "the work limit of the grammar"
 )
+
+
+class AdapterSlots(Protocol):
+    """Lends slots to adapters (adapters.AdapterManager)."""
+
+    def take(self, adapter: Adapter) -> bool: ...
+
+    def give_back(self, adapter: Adapter) -> None: ...
 
 
 @dataclass
@@ -66,10 +76,13 @@ class Scheduler:
         max_step_tokens: int,
         prefix_cache: bool = True,
         decode_steps: int = 1,
+        adapters: AdapterSlots | None = None,
     ) -> None:
+        """adapters: lends the slots in which requests with an adapter run; None: no request has one."""
         self.max_requests = max_requests
         self.max_step_tokens = max_step_tokens
         self.decode_steps = decode_steps  # limit on decode steps of one Step, if all rows are multi-step
+        self.adapters = adapters
         self.cache = PrefixCache(pages, page_size, prefix_cache)
         self._clock = itertools.count()
         self._order: dict[Request, int] = {}  # arrival number of every unfinished request
@@ -124,7 +137,10 @@ class Scheduler:
         request.finish_reason, request.stop_reason = reason, stop_reason
         if request not in self._order:
             return
-        (self._running if request in self._running else self._waiting).remove(request)
+        if request in self._running:
+            self._stop_running(request)
+        else:
+            self._waiting.remove(request)
         self._free_pages(request)
         del self._order[request], self._by_id[request.id]
         if self._first_samples.get(request.parent_id) is request:
@@ -312,12 +328,16 @@ class Scheduler:
         step.put(Row(request, request.computed, tokens, sample=stop == request.length))
 
     def _admit(self, step: _StepBuilder) -> None:
-        """Admit waiting requests, oldest first, while there are rows, tokens and pages."""
+        """Admit waiting requests, oldest first, while there are rows, tokens, pages, and slots for their adapters."""
+        no_slot = False
         index, most = 0, max(int(RUNNING_SHARE * self.max_requests), MIN_SAMPLES)
         samples = Counter(request.parent_id for request in self._running) if self._waiting else Counter[str]()
         while step.budget > 0 and len(self._running) < self.max_requests and index < len(self._waiting):
             request = self._waiting[index]
             if self._waits_for_first_sample(request) or (request.parent_id and samples[request.parent_id] >= most):
+                index += 1
+            elif request.adapter is not None and (no_slot or not self._take_slot(request.adapter)):
+                no_slot = True  # younger requests without an adapter may overtake, others would keep the slots
                 index += 1
             elif self._take_prefix(request):
                 del self._waiting[index]
@@ -325,12 +345,18 @@ class Scheduler:
                 insort(self._running, request, key=self._order.__getitem__)
                 self._extend(request, step)
             else:
+                if self.adapters is not None and request.adapter is not None:
+                    self.adapters.give_back(request.adapter)
                 return  # younger requests do not overtake the oldest, which might starve
+
+    def _take_slot(self, adapter: Adapter) -> bool:
+        assert self.adapters is not None, f"the adapter `{adapter.name}` has no slots"
+        return self.adapters.take(adapter)
 
     def _take_prefix(self, request: Request) -> bool:
         """Give a request its cached prefix, if there are pages for the rest of its tokens; else return False."""
         limit = self._reusable(request)
-        match = self.cache.match(request.tokens(0, limit), limit, request.kv_method, request.params.cache_salt)
+        match = self.cache.match(request.tokens(0, limit), limit, request.kv_method, request.cache_salt)
         request.pages, request.computed = match.pages, match.tokens
         if self._missing_pages(request, request.length - request.computed) > self.cache.available:
             self.cache.undo(match)
@@ -377,7 +403,7 @@ class Scheduler:
         first, full = row.start // size, request.computed // size
         if full > first:
             tokens = request.tokens(first * size, full * size)
-            self.cache.publish(tokens, request.pages, first, request.kv_method, request.params.cache_salt)
+            self.cache.publish(tokens, request.pages, first, request.kv_method, request.cache_salt)
         if ending == (FinishReason.STOP, None) and request.grammar and not request.grammar.complete(request.output):
             self.finish(request, FinishReason.ERROR, NO_TOKEN_ALLOWED)
         elif ending is not None:
@@ -418,10 +444,15 @@ class Scheduler:
         return ending
 
     def _preempt(self, request: Request) -> None:
-        self._running.remove(request)
+        self._stop_running(request)
         self._free_pages(request)
         request.preemptions += 1
         insort(self._waiting, request, key=self._order.__getitem__)
+
+    def _stop_running(self, request: Request) -> None:
+        self._running.remove(request)
+        if self.adapters is not None and request.adapter is not None:
+            self.adapters.give_back(request.adapter)
 
     def _free_pages(self, request: Request) -> None:
         self._scheduled.pop(request, None)

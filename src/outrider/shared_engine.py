@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
+from .adapters import LoRARequest
 from .engine import Engine
 from .input_processor import Prompt, PromptInput
 from .types import FinishReason, Output, SamplingParams
@@ -144,12 +145,17 @@ class SharedEngine:
     # ---- only inside a command or a receiver ----
 
     def add(
-        self, prompt: Prompt | PromptInput, params: SamplingParams, receiver: Receiver, request_id: str | None = None
+        self,
+        prompt: Prompt | PromptInput,
+        params: SamplingParams,
+        receiver: Receiver,
+        request_id: str | None = None,
+        lora_request: LoRARequest | str | None = None,
     ) -> str:
         """Queue a prompt and return the id of the request."""
         if self._closed is not None:
             raise self._closed
-        request_id = self.engine.add(prompt, params, request_id)
+        request_id = self.engine.add(prompt, params, request_id, lora_request)
         self._receivers[request_id] = receiver
         return request_id
 

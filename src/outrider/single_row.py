@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .cache.pages import Pages, slots_of
 from .device import Device
-from .input_batch import as_batch, sizes
+from .input_batch import Shape, as_batch, sizes, slot_of
 from .kernels import SamplingMetadata, VerifyInputs
 from .models import Model
 from .recordings import Recorded, Recordings, padded_table, table_width
@@ -43,7 +43,7 @@ class SingleRowStep:
         if not row.sample or len(row.tokens) != 1 or self.verifier.mode != "exact" or not self._take(request):
             return None
         size, is_tree = row.size, draft is not None and draft.parents is not None
-        key = size, table_width(len(request.pages)), is_tree, aux_layers
+        key = size, table_width(len(request.pages)), is_tree, request.adapter is not None, aux_layers
         found = self.recordings.find(key, lambda: self._record(*key), at_once=True)
         if found is None:
             return None
@@ -53,9 +53,12 @@ class SingleRowStep:
         values += padded_table(request.pages, key[1])
         if draft is not None:
             parents = [-1, *(parent + 1 for parent in draft.parent_indices())]
-            values += [*(parents if is_tree else ()), request.length, request.params.top_k, -1, *draft.tokens, *parents]
-        else:
-            values += [request.length, request.params.top_k]
+            values += parents if is_tree else ()
+        if request.adapter is not None:
+            values += [slot_of(request)] * size
+        values += [request.length, request.params.top_k]
+        if draft is not None:
+            values += [-1, *draft.tokens, *parents]
         found.inputs.fill(values)
         recorded = found.replay is None
         if self.recordings.run(found) < 0:
@@ -80,8 +83,8 @@ class SingleRowStep:
             self._logits = self._logits.new_empty(1 << (size - 1).bit_length(), self.model.config.vocabulary)
         return self._logits[:size]
 
-    def _record(self, size: int, pages: int, is_tree: bool, aux_layers: tuple[int, ...]) -> Recorded:
-        shape, drafted = (size, 1, pages, is_tree), size if size > 1 else 0
+    def _record(self, size: int, pages: int, is_tree: bool, has_adapter: bool, aux_layers: tuple[int, ...]) -> Recorded:
+        shape, drafted = Shape(size, 1, pages, is_tree, has_adapter), size if size > 1 else 0
         lengths = [*sizes(shape), 1, 1, drafted, drafted]
         inputs, outputs = self.device.buffer(sum(lengths), torch.int32), self.device.buffer(1 + 2 * size, torch.int32)
         *parts, positions, top_k, draft_tokens, parents = torch.split(inputs.tensor, lengths)

@@ -55,10 +55,10 @@ def check(llm: LLM, expected: dict[str, object], names: Collection[str] = MIX.ke
     return outputs
 
 
-def interrupted(llm: LLM, params: SamplingParams, steps: set[int]) -> Output:
+def interrupted(llm: LLM, params: SamplingParams, steps: set[int], lora_request: str | None = None) -> Output:
     """Return the answer of a request whose KV is dropped after these steps."""
     outputs = []
-    for count, output in enumerate(llm.stream(PROMPT, params)):
+    for count, output in enumerate(llm.stream(PROMPT, params, lora_request=lora_request)):
         outputs.append(output)
         if count in steps:
             llm.engine.clear_cache()

@@ -10,7 +10,7 @@ from fake_device import FakeDevice
 from outrider import LLM, SamplingParams
 from outrider.device import HOST
 from outrider.device.graphs import Graphs, padded
-from outrider.input_batch import BatchBuilder, make_batch
+from outrider.input_batch import BatchBuilder, Shape, make_batch
 from outrider.request import Request, Row, Step
 from outrider.runner import Runner
 from outrider.types import Draft
@@ -139,10 +139,10 @@ def test_the_fake_device_refuses_what_a_replay_would_not_see() -> None:
 
 
 def test_every_tail_is_filled_as_its_readers_need_it() -> None:
-    shape = (4, 4, 3, True)
+    shape = Shape(4, 4, 3, is_tree=True, has_adapters=True)
     builder = BatchBuilder()
-    builder.add([7, 8], [4, 5], [20, 21], [1, 5], [-1, 0])
-    builder.add([9], [0], [3], [0], [-1])
+    builder.add([7, 8], [4, 5], [20, 21], [1, 5], [-1, 0], [2, 2])
+    builder.add([9], [0], [3], [0], [-1], [-1])
     listed = builder.pack(shape)
     inputs, batch = make_batch(FakeDevice(), shape)
     inputs.fill(listed)
@@ -152,13 +152,14 @@ def test_every_tail_is_filled_as_its_readers_need_it() -> None:
     assert batch.query_starts.tolist() == [0, 2, 3, 3, 3]  # rows without tokens
     assert batch.page_tables.tolist() == [[1, 5, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
     assert batch.parents is not None and batch.parents.tolist() == [-1, 0, -1, -1]
+    assert batch.adapters is not None and batch.adapters.tolist() == [2, 2, -1, -1]
     assert len(listed) == inputs.tensor.shape[0]  # one upload fills all of it
 
 
 def test_a_batch_that_fits_is_not_padded() -> None:
     builder = BatchBuilder()
     builder.add([7, 8], [0, 1], [0, 1], [0])
-    listed = builder.pack((2, 1, 1, False))
+    listed = builder.pack(Shape(2, 1, 1))
     assert listed == [7, 8, 0, 1, 0, 1, 0, 2, 0]
 
 

@@ -20,7 +20,8 @@ class Match:
     lookup_tokens: int  # tokens that were looked up
 
 
-_Key = tuple[str, str, tuple[int, ...]]  # salt; drafter whose entries the page also holds (empty: none); its tokens
+Salt = str | tuple[int, str]  # of a request, after the number of its adapter if it has one
+_Key = tuple[Salt, str, tuple[int, ...]]  # salt; drafter whose entries the page also holds (empty: none); its tokens
 
 
 @dataclass(eq=False, slots=True)
@@ -46,7 +47,7 @@ class PrefixCache:
 
     A page may hold a drafter's keys and values beside the target's. A request with such a drafter matches only pages
     that hold that drafter's entries, from the first page on. A request without one matches any page. Requests with
-    different salts share nothing.
+    different salts, or with different adapters, share nothing.
 
     A request publishes only below published pages that it holds, and releases pages from the last to the first.
     So a parent is held whenever its child is, it becomes idle after its child, and the least recently used idle page
@@ -84,7 +85,7 @@ class PrefixCache:
     def is_published(self, page: int) -> bool:
         return self._nodes[page] is not None
 
-    def match(self, tokens: Sequence[int], limit: int, drafter: str = "", salt: str = "") -> Match:
+    def match(self, tokens: Sequence[int], limit: int, drafter: str = "", salt: Salt = "") -> Match:
         """Find the longest published chain of full pages within the first `limit` tokens, and reference its pages."""
         drafters = [drafter] if drafter else sorted(self._drafters)
         pages = self._longest_chain(tokens, limit, drafters, salt) if self.sharing else []
@@ -114,7 +115,7 @@ class PrefixCache:
         return pages
 
     def publish(
-        self, tokens: Sequence[int], pages: Sequence[int], first: int, drafter: str = "", salt: str = ""
+        self, tokens: Sequence[int], pages: Sequence[int], first: int, drafter: str = "", salt: Salt = ""
     ) -> None:
         """Publish `pages[first:]`, as far as `tokens` fill them, for later prompts to match.
 
@@ -182,7 +183,7 @@ class PrefixCache:
         assert idle <= in_tree and not free & in_tree, "an idle page is unpublished, or a free one published"
         assert self._barred <= held and not self._barred & in_tree, "a cleared page can be matched"
 
-    def _longest_chain(self, tokens: Sequence[int], limit: int, drafters: Sequence[str], salt: str) -> list[int]:
+    def _longest_chain(self, tokens: Sequence[int], limit: int, drafters: Sequence[str], salt: Salt) -> list[int]:
         """Return the longest chain of pages for the first tokens that is published for one of these drafters."""
         # Several pages may hold the same tokens with entries of different drafters, so all branches are searched.
         branches: list[tuple[dict[_Key, _Node], _Chain | None]] = [(self._roots, None)]

@@ -49,11 +49,13 @@ def chat(
     engine: EngineFlags = ENGINE,
     max_context: options.MaxContext = None,
     draft: DraftFlags = DRAFT,
+    lora: options.Adapter = None,
     json: options.Json = False,
 ) -> None:
     """Chat with a model. /help lists the commands, /exit or Ctrl-D ends the chat, Ctrl-C stops an answer."""
     params = SamplingParams(**vars(sampling))
-    llm = options.open_model(model, max_context=max_context, **vars(engine), **draft.fields())
+    adapter = options.adapter_fields(lora)
+    llm = options.open_model(model, max_context=max_context, **vars(engine), **draft.fields(), **adapter)
     if llm.tokenizer.chat_template is None:
         raise UserError(
             f"`{model}` has no chat template: use `outrider generate PROMPT --model {model}`, or a model tuned for chat"
@@ -62,7 +64,7 @@ def chat(
         console.note(draft.drafting(llm))
     if sys.stdin.isatty() and not json:
         console.note("/help lists the commands")
-    session = ChatSession(llm, Conversation(system), params, json)
+    session = ChatSession(llm, Conversation(system), params, json, lora)
     session.run()
     console.note(session.conversation.summary())
 
@@ -73,6 +75,7 @@ class ChatSession:
     conversation: Conversation
     params: SamplingParams
     json: bool
+    lora: str | None = None  # the adapter that answers; None: the model itself
     explained: bool = False  # the user knows why the last answer had no drafts
 
     def run(self) -> None:
@@ -145,7 +148,7 @@ class ChatSession:
         shown = ""
         wrap = WordWrap(console.text) if sys.stdout.isatty() else None
         with Interruption() as interruption:
-            for output in self.llm.stream(self.llm.chat_prompt(messages), params):
+            for output in self.llm.stream(self.llm.chat_prompt(messages), params, lora_request=self.lora):
                 text = output.completions[0].text
                 if not quiet:
                     (wrap.add if wrap else console.text)(text[len(shown) :])

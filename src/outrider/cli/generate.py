@@ -49,6 +49,7 @@ def generate(
     engine: EngineFlags = ENGINE,
     max_context: options.MaxContext = None,
     draft: DraftFlags = DRAFT,
+    lora: options.Adapter = None,
     prediction: options.Prediction = None,
     keep_going: KeepGoing = None,
     json: options.Json = False,
@@ -70,17 +71,18 @@ def generate(
         console.note("the prediction has no effect: `--speculate none` turns drafting off")
     if prediction is not None:
         predictions = [one if one is not None else read_prediction(prediction) for one in predictions]
-    llm = options.open_model(model, max_context=max_context, **vars(engine), **draft.fields())
+    adapter = options.adapter_fields(lora)
+    llm = options.open_model(model, max_context=max_context, **vars(engine), **draft.fields(), **adapter)
     inputs = read_inputs(llm, prompts, raw, system, file is not None if keep_going is None else keep_going)
     if draft.is_auto and not json:
         console.note(draft.drafting(llm))
     all_params = [replace(params, prediction=one) for one in predictions]
     if json:
-        print_json(llm, prompts, inputs, all_params)
+        print_json(llm, prompts, inputs, all_params, lora)
     elif len(prompts) == 1 and n == 1 and not isinstance(inputs[0], UserError):
-        print_speed(llm, stream(llm, inputs[0], all_params[0]))
+        print_speed(llm, stream(llm, inputs[0], all_params[0], lora))
     else:
-        print_all(llm, prompts, inputs, all_params)
+        print_all(llm, prompts, inputs, all_params, lora)
 
 
 def read_inputs(llm: LLM, prompts: list[Prompt], raw: bool, system: str | None, keep_going: bool) -> list[Input]:
@@ -104,29 +106,33 @@ def read_inputs(llm: LLM, prompts: list[Prompt], raw: bool, system: str | None, 
     return inputs
 
 
-def answer(llm: LLM, inputs: list[Input], params: list[SamplingParams]) -> list[Output]:
+def answer(llm: LLM, inputs: list[Input], params: list[SamplingParams], lora: str | None) -> list[Output]:
     """Generate for all inputs; the output of one that cannot be served holds its error."""
     from ..llm import refused_output
 
     asked = [(one, own) for one, own in zip(inputs, params, strict=True) if not isinstance(one, UserError)]
-    outputs = iter(llm.generate([one for one, _ in asked], [own for _, own in asked]))
+    outputs = iter(llm.generate([one for one, _ in asked], [own for _, own in asked], lora_request=lora))
     return [
         refused_output(f"refused-{index}", own.n, str(one)) if isinstance(one, UserError) else next(outputs)
         for index, (one, own) in enumerate(zip(inputs, params, strict=True))
     ]
 
 
-def print_json(llm: LLM, prompts: list[Prompt], inputs: list[Input], params: list[SamplingParams]) -> None:
-    outputs = answer(llm, inputs, params)
+def print_json(
+    llm: LLM, prompts: list[Prompt], inputs: list[Input], params: list[SamplingParams], lora: str | None
+) -> None:
+    outputs = answer(llm, inputs, params, lora)
     for prompt, output in zip(prompts, outputs, strict=True):
         console.json_line(output_json(prompt, output))
     check_errors(outputs)
 
 
-def print_all(llm: LLM, prompts: list[Prompt], inputs: list[Input], params: list[SamplingParams]) -> None:
+def print_all(
+    llm: LLM, prompts: list[Prompt], inputs: list[Input], params: list[SamplingParams], lora: str | None
+) -> None:
     begin = time.perf_counter()
     llm.engine.reset_times()
-    outputs = answer(llm, inputs, params)
+    outputs = answer(llm, inputs, params, lora)
     seconds = time.perf_counter() - begin
     for prompt, given, output in zip(prompts, inputs, outputs, strict=True):
         if isinstance(given, UserError):
@@ -140,11 +146,11 @@ def print_all(llm: LLM, prompts: list[Prompt], inputs: list[Input], params: list
     check_errors(outputs)
 
 
-def stream(llm: LLM, prompt: list[int] | str, params: SamplingParams) -> Output:
+def stream(llm: LLM, prompt: list[int] | str, params: SamplingParams, lora: str | None) -> Output:
     """Print the text as it is generated. Step times are counted from the first token on, after the prompt."""
     shown = ""
     last: Output | None = None
-    for output in llm.stream(prompt, params):
+    for output in llm.stream(prompt, params, lora_request=lora):
         if last is None:
             llm.engine.reset_times()
         last = output

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import wraps
@@ -125,8 +125,25 @@ Sets = Annotated[list[str] | None, typer.Option(metavar="NAME=FILE", help="A nam
 SetLimit = Annotated[int | None, typer.Option(min=1, help="Use only the first LIMIT prompts of each set")]
 Batches = Annotated[str, typer.Option(help="Batch sizes to decode with, separated by commas")]
 Repeats = Annotated[int, typer.Option(min=1, help="Repetitions, interleaved; the medians are reported")]
+Lora = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--lora",
+        "--lora-modules",
+        metavar="NAME=PATH",
+        help="Load a LoRA adapter, a folder that PEFT has saved; requests name it as `model`; may be repeated",
+    ),
+]
+Adapter = Annotated[
+    str | None, typer.Option("--lora", metavar="PATH", help="Use this LoRA adapter, a folder that PEFT has saved")
+]
+EnableLora = Annotated[bool, typer.Option("--enable-lora", help="Make room for adapters that are loaded later")]
+MaxLoras = Annotated[int, typer.Option(help="Maximum number of different adapters in one step")]
+MaxLoraRank = Annotated[int, typer.Option(help="Maximum rank of an adapter")]
+MaxCpuLoras = Annotated[int, typer.Option(help="Maximum number of adapters in memory")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line")]
 
+ANY_RANK = 512  # of the adapter of a command: larger than what people train
 DEFAULT_MODEL, DEFAULT_BACKEND = EngineConfig.model, EngineConfig.backend
 
 
@@ -201,7 +218,46 @@ class SamplingFlags:
     seed: Seed = None
 
 
-ENGINE, DRAFT, MEASURED_DRAFT = EngineFlags(), DraftFlags(), MeasuredDraftFlags()
+@dataclass(frozen=True)
+class LoraFlags:
+    """Flags that set the adapters of EngineConfig."""
+
+    lora: Lora = None
+    enable_lora: EnableLora = EngineConfig.enable_lora
+    max_loras: MaxLoras = EngineConfig.max_loras
+    max_lora_rank: MaxLoraRank = EngineConfig.max_lora_rank
+    max_cpu_loras: MaxCpuLoras = EngineConfig.max_cpu_loras
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of EngineConfig."""
+        return vars(self) | {"lora": read_loras(self.lora or ())}
+
+
+ENGINE, DRAFT, MEASURED_DRAFT, LORA = EngineFlags(), DraftFlags(), MeasuredDraftFlags(), LoraFlags()
+
+
+def adapter_fields(path: str | None) -> dict[str, Any]:
+    """Return the fields of EngineConfig for the one adapter of a command, whose name is its path."""
+    return {} if path is None else {"lora": {path: path}, "max_loras": 1, "max_lora_rank": ANY_RANK}
+
+
+def read_loras(values: Iterable[str]) -> dict[str, str] | None:
+    """Parse the values of `--lora`: NAME=PATH, or vLLM's JSON with `name` and `path`."""
+    found: dict[str, str] = {}
+    for value in values:
+        name, equals, path = value.partition("=")
+        if value.startswith("{"):
+            try:
+                given = json.loads(value)
+                name, equals, path = given["name"], "=", given["path"]
+            except (ValueError, RecursionError, KeyError, TypeError):
+                equals = ""
+        if not (equals and name and path):
+            raise UserError(f"`--lora` is `{value}`: expected NAME=PATH, such as `poet=./poet-lora`")
+        if name in found:
+            raise UserError(f"`--lora` names `{name}` twice: give each adapter a name of its own")
+        found[name] = path
+    return found or None
 
 
 def read_config(text: str) -> dict[str, Any]:

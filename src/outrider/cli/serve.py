@@ -13,7 +13,7 @@ from ..config import EngineConfig
 from ..errors import UserError
 from ..server.options import ServerOptions
 from . import console, options
-from .options import DRAFT, ENGINE, DraftFlags, EngineFlags, unfold
+from .options import DRAFT, ENGINE, LORA, DraftFlags, EngineFlags, LoraFlags, unfold
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -40,6 +40,14 @@ def serve(
     ] = None,
     draft: DraftFlags = DRAFT,
     engine: EngineFlags = ENGINE,
+    lora: LoraFlags = LORA,
+    allow_lora_updates: Annotated[
+        bool,
+        typer.Option(
+            "--allow-lora-updates",
+            help="Let clients load adapters from folders of this machine, and unload them: only if you trust all",
+        ),
+    ] = ServerOptions.allow_lora_updates,
     max_context: options.MaxContext = None,
     max_requests: Annotated[
         int, typer.Option("--max-requests", "--max-num-seqs", help="Maximum number of requests that run at once")
@@ -119,6 +127,7 @@ def serve(
         max_waiting=max_waiting,
         max_prompt_tokens=max_prompt_tokens,
         max_tokens=max_tokens,
+        allow_lora_updates=allow_lora_updates,
         max_stored_responses=max_stored_responses,
         receive_seconds=receive_seconds,
         send_seconds=send_seconds,
@@ -137,6 +146,7 @@ def serve(
     config = {
         **vars(engine),
         **draft.fields(),
+        **lora.fields(),
         "max_context": max_context,
         "max_requests": max_requests,
         "max_step_tokens": max_step_tokens,

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 ONE_DEVICE = "one process uses one device; for several, run replicas with Ray Serve (docs/scale.md)"
 FROM_TEMPLATE = "not needed, the format of tool calls is derived from the chat template"
-NO_ADAPTERS = "only text generation by a whole model is supported"
 
 VLLM_FLAGS: Mapping[str, str] = {
     "--dtype": "weights stay as they are stored; `--quantize int8` or `int4` quantizes float weights",
@@ -30,8 +29,7 @@ VLLM_FLAGS: Mapping[str, str] = {
     "--allowed-origins": "use `--allow-origin ORIGIN`, once for each origin",
     "--chat-template": "the model's own template is used",
     "--trust-remote-code": "code of a checkpoint is never run",
-    "--enable-lora": NO_ADAPTERS,
-    "--task": NO_ADAPTERS,
+    "--task": "only text generation is supported",
     "--max-num-seqs": "only `outrider serve` limits the requests that run at once",
     "--max-num-batched-tokens": "only `outrider serve` limits the tokens of a step",
     "--served-model-name": "only `outrider serve` has it",

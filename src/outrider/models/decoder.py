@@ -17,6 +17,7 @@ from ..types import Progress, unwatched
 from . import layers
 from .config import ModelConfig, read_config
 from .layers import ModelCheckpoint, RopeTables, WeightReader
+from .lora import LoraLayers
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +33,12 @@ class Model:
         quantize: str | None = None,
         max_context: int | None = None,
         progress: Progress = unwatched,
+        lora: LoraLayers | None = None,
     ) -> None:
+        """lora: gets slots for adapters over the matrices of all layers; None: adapters are off."""
         self.config = config
         self.ops = ops
+        self.lora = lora
         label, parts = "loading weights", config.layers + 1  # embedding and head count as one
         progress(0, parts, label)
         reader = WeightReader(checkpoint, ops, quantize)
@@ -48,8 +52,11 @@ class Model:
         self.layers = []
         for layer in range(config.layers):
             progress(layer + 1, parts, label)
-            attention = ops.attention_layer(layers.attention(config, reader, layer, rope_tables))
-            self.layers.append((attention, ops.mlp_layer(layers.mlp(config, reader, layer))))
+            attention = layers.attention(config, reader, layer, rope_tables)
+            mlp = layers.mlp(config, reader, layer)
+            if lora is not None:
+                attention, mlp = lora.attention(layer, attention), lora.mlp(layer, mlp)
+            self.layers.append((ops.attention_layer(attention), ops.mlp_layer(mlp)))
             checkpoint.release()
         self._pages: Sequence[LayerPages] = ()
         self._stacks: dict[tuple[int, int], object] = {}
@@ -136,6 +143,7 @@ def build(
     quantize: str | None = None,
     max_context: int | None = None,
     progress: Progress = unwatched,
+    lora: LoraLayers | None = None,
 ) -> Model:
     """Build the model of a checkpoint on the device of `ops`. Its architecture is looked up in config.ARCHITECTURES."""
-    return Model(read_config(checkpoint.config), checkpoint, ops, quantize, max_context, progress)
+    return Model(read_config(checkpoint.config), checkpoint, ops, quantize, max_context, progress, lora)

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..cache.pages import Pages
 from ..device import Buffer, Device, Fence
 from ..device.graphs import Graphs, padded
+from ..input_batch import slot_of
 from ..kernels import Batch, SamplingMetadata, VerifyInputs
 from ..models import Model
 from ..request import Request, Row, RowResult, Step
@@ -24,7 +25,8 @@ from .state import DecodeState, StepDrafter
 MAX_BUFFERS = 64  # shapes of which buffers are kept
 TIMED_STEPS = 4  # steps of a run whose latency is measured
 MIN_PAGES = 16  # entries of a page table: runs with fewer pages share buffers and graphs
-Key = tuple[str, int, int, int, bool]  # method, rows, width, pages in a table, whether some temperature is above 0
+# Method, rows, width, pages in a table, whether some temperature is above 0, whether some row has an adapter.
+Key = tuple[str, int, int, int, bool, bool]
 
 
 @dataclass
@@ -34,7 +36,7 @@ class RunBuffers:
     state: DecodeState
     drafter: StepDrafter | None
     aux_layers: tuple[int, ...]
-    integers: Buffer  # newest, positions, max_lengths, drafts, top_k
+    integers: Buffer  # newest, positions, max_lengths, drafts, top_k, adapters
     floats: Buffer  # temperature, top_p, min_p
     seeds: Buffer
     tables: Buffer
@@ -136,7 +138,7 @@ class MultiStepRunner:
             state.positions - 1, tables, self.pages.page_size, self.context, width + 1
         )
         if buffers.drafter is None and not width:
-            batch = Batch(state.newest, positions, slots, batch.query_starts, tables)
+            batch = Batch(state.newest, positions, slots, batch.query_starts, tables, adapters=batch.adapters)
         else:
             state.ran_positions.copy_(state.positions)
             batch.positions.copy_(positions)
@@ -179,7 +181,8 @@ class MultiStepRunner:
         count = padded(len(rows)) if self.graphs.decoding else len(rows)
         pages = max(len(row.request.pages) for row in rows)
         sampled = any(row.request.params.temperature > 0 for row in rows)
-        key = (name, count, width, max(1 << (pages - 1).bit_length(), MIN_PAGES), sampled)
+        adapted = any(row.request.adapter is not None for row in rows)
+        key = (name, count, width, max(1 << (pages - 1).bit_length(), MIN_PAGES), sampled, adapted)
         if key not in self.buffers:
             if len(self.buffers) == MAX_BUFFERS:
                 self.buffers.clear()
@@ -187,11 +190,12 @@ class MultiStepRunner:
             self.buffers[key] = self._allocate(*key)
         return key, self.buffers[key]
 
-    def _allocate(self, name: str, rows: int, width: int, pages: int, sampled: bool) -> RunBuffers:
+    def _allocate(self, name: str, rows: int, width: int, pages: int, sampled: bool, adapted: bool) -> RunBuffers:
         buffer, zeros, upload = self.device.buffer, self.device.zeros, self.device.upload
-        integers = buffer(rows * (4 + width), torch.int32)
-        newest, positions, max_lengths, drafts, top_k = torch.split(
-            integers.tensor, [rows, rows, rows, rows * width, rows]
+        adapted_tokens = rows * (width + 1) if adapted else 0
+        integers = buffer(rows * (4 + width) + adapted_tokens, torch.int32)
+        newest, positions, max_lengths, drafts, top_k, adapters = torch.split(
+            integers.tensor, [rows, rows, rows, rows * width, rows, adapted_tokens]
         )
         floats, seeds = buffer(3 * rows, torch.float32), buffer(rows, torch.int64)
         tables = buffer(rows * pages, torch.int32)
@@ -206,7 +210,14 @@ class MultiStepRunner:
             max_lengths=max_lengths,
             drafts=drafts.view(rows, width),
             sampling=SamplingMetadata(temperature, top_k, top_p, min_p, seeds.tensor, positions, greedy=not sampled),
-            batch=Batch(ran_tokens, ran_positions, ran_slots, starts, tables.tensor.view(rows, pages)),
+            batch=Batch(
+                ran_tokens,
+                ran_positions,
+                ran_slots,
+                starts,
+                tables.tensor.view(rows, pages),
+                adapters=adapters if adapted else None,
+            ),
             ran_positions=zeros((rows,), torch.int32),
             last_accepted=zeros((rows,), torch.int32),
             hidden=zeros((rows * (width + 1), len(aux_layers) * self.model.config.width), torch.float32),
@@ -243,6 +254,10 @@ class MultiStepRunner:
             integers += draft + [-1] * (width - len(draft))
         integers += [-1] * (width * len(spare))
         integers += [request.params.top_k for request in requests] + spare
+        if state.batch.adapters is not None:
+            for request in requests:
+                integers += [slot_of(request)] * (width + 1)
+            integers += [-1] * ((width + 1) * len(spare))
         buffers.integers.fill(integers)
         table = np.full((count, state.batch.page_tables.shape[1]), -1, np.int32)
         for index, request in enumerate(requests):

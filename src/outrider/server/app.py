@@ -28,7 +28,7 @@ from ..errors import UserError
 from ..tokenizer import TokenTexts
 from . import logs, playground
 from .admission import Admission, AdmissionMiddleware
-from .api import chat, completions, info, ollama, openai_responses
+from .api import adapters, chat, completions, info, ollama, openai_responses
 from .api.errors import ApiError, on_disconnect, on_error
 from .api.generation import IGNORED_HEADER
 from .context import Context, Health
@@ -108,6 +108,8 @@ def routes(options: ServerOptions) -> list[BaseRoute]:
         ("DELETE", "/v1/responses/{response_id}", openai_responses.delete),
         ("GET", "/v1/models", info.list_models),
         ("GET", "/v1/models/{name:path}", info.show_model),
+        ("POST", "/v1/load_lora_adapter", adapters.load),
+        ("POST", "/v1/unload_lora_adapter", adapters.unload),
         ("POST", "/v1/embeddings", info.no_embeddings),
         ("POST", "/api/generate", ollama.generate),
         ("POST", "/api/chat", ollama.chat),

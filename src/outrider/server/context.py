@@ -69,11 +69,20 @@ class Context:
         """Return the model name for the response; raise 404 if `name` is not served. None means the default."""
         if name is None:
             return self.names[0]
-        if name not in self.names:
-            served = ", ".join(f"`{served}`" for served in self.names)
+        adapters = self.llm.engine.adapters.loaded
+        if name not in self.names and name not in adapters:
+            served = ", ".join(f"`{served}`" for served in (*self.names, *adapters))
             message = f"the model `{name}` is not served here: use {served}"
             raise ApiError(404, message, param="model", code="model_not_found", kind="not_found_error")
         return name
+
+    def adapter_of(self, model: str) -> str | None:
+        """Return the adapter that the name of a model means; None: the model itself."""
+        if model in self.names:
+            return None
+        adapters = self.llm.engine.adapters.loaded
+        untagged = model.removesuffix(":latest")  # of Ollama's clients
+        return next((name for name in (model, untagged) if name in adapters), None)
 
 
 def context_of(request: Request) -> Context:

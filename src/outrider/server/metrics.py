@@ -264,6 +264,7 @@ class Metrics:
             {method: spec_stats.tokens_per_step for method, spec_stats in method_stats.items()},
         )
         yield from self._suspensions(method_stats)
+        yield from self._adapters()
         widths = {str(width): self._rising(f"width {width}", total.widths[width]) for width in sorted(total.widths)}
         yield self._by_label("outrider_draft_width_steps", "Steps by the number of drafted tokens", "width", widths)
 
@@ -282,6 +283,29 @@ class Metrics:
         for figure, text in figures.items():
             values = {method: getattr(reason, figure) for method, reason in reasons.items()}
             yield self._by_method(f"outrider_suspension_{figure}", text, values)
+
+    def _adapters(self) -> Iterable[Metric]:
+        """Yield the acceptance of finished requests by adapter: a head may fit one adapter, and not another."""
+        stats = {
+            (adapter, method): snapshot(one)
+            for adapter, by_method in dict(self.llm.engine.spec_manager.adapter_stats).items()
+            for method, one in dict(by_method).items()
+        }
+        labels = [*LABELS, "adapter", "method"]
+        drafted = CounterMetricFamily("outrider_adapter_draft_tokens", "Drafted tokens, by adapter", labels=labels)
+        accepted = CounterMetricFamily(
+            "outrider_adapter_accepted_tokens", "Accepted draft tokens, by adapter", labels=labels
+        )
+        length = GaugeMetricFamily(
+            "outrider_adapter_acceptance_length",
+            "Mean tokens per step that verified a draft, including the target's own token, by adapter",
+            labels=labels,
+        )
+        for key, one in stats.items():
+            drafted.add_metric([*self._own, *key], one.drafted)
+            accepted.add_metric([*self._own, *key], one.accepted)
+            length.add_metric([*self._own, *key], one.mean_acceptance_length)
+        yield from (drafted, accepted, length)
 
     def _stats_by_method(self) -> dict[str, SpecStats]:
         """Return the stats by method, of the finished requests and then of the running ones.

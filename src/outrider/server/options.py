@@ -22,6 +22,7 @@ class ServerOptions:
     max_waiting: int = 256  # queued requests above which new ones get status 429
     max_prompt_tokens: int | None = None  # None: the context length
     max_tokens: int | None = None  # upper limit of a request's `max_tokens`; None: the context length
+    allow_lora_updates: bool = False  # clients may load adapters from this machine's folders, and unload them
     max_stored_responses: int = 1000  # responses of `/v1/responses` that clients may continue; 0: none is stored
     receive_seconds: float = 30.0  # time limit for the head of a request to arrive, and again for its body
     send_seconds: float = 30.0  # time after which a client that reads nothing of its response is disconnected

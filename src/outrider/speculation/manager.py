@@ -205,6 +205,7 @@ class SpeculationManager:
         self.verifier = Verifier(target.ops, target.device, plan.verification, plan.rates, plan.replacement)
         self.controller = AdaptiveController()
         self.method_stats: dict[str, SpecStats] = {}  # by method, of requests that have finished
+        self.adapter_stats: dict[str, dict[str, SpecStats]] = {}  # of those with an adapter, by its name and method
         self.pool = DrafterPool(plan, target, self.controller)
         self.methods = self.pool.methods
         self._no_tokens = target.device.upload([], torch.int32)
@@ -232,6 +233,9 @@ class SpeculationManager:
             self._pauses.pop(request, None)
             if request.method:
                 self.method_stats.setdefault(request.method, SpecStats()).add(request.spec_stats)
+                if request.adapter is not None:
+                    by_method = self.adapter_stats.setdefault(request.adapter.name, {})
+                    by_method.setdefault(request.method, SpecStats()).add(request.spec_stats)
         for name, proposer in self.methods.items():
             try:
                 proposer.release(requests)

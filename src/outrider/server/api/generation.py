@@ -29,6 +29,7 @@ class Generation(ABC):
     """One request while it is answered: its prompts and their newest outputs. Subclasses format the response."""
 
     media_type = "application/json"
+    model: str  # as the client named it: the served model, or an adapter
     # Field names of `request` in error messages, as regular expressions, and those of the client's request.
     field_names: ClassVar[Sequence[tuple[str, str]]] = ()
 
@@ -88,7 +89,8 @@ class Generation(ABC):
     async def outputs(self) -> AsyncGenerator[tuple[int, Output], None]:
         with self.renamed_errors():
             async with self.context.admission.slot(self.num_sequences) as slot:
-                self.inputs = [self._salted(one) for one in await self.prepare()]
+                adapter = self.context.adapter_of(self.model)
+                self.inputs = [replace(self._salted(one), adapter=adapter) for one in await self.prepare()]
                 running = len(self.inputs)
 
                 def on_end() -> None:
@@ -189,7 +191,10 @@ async def generate(
     measured = context.metrics.request(len(engine_input.tokens), engine_input.params)
     known, last, reason = 0, None, None
     try:
-        async with aclosing(context.llm.generate(engine_input.tokens, engine_input.params, on_end=on_end)) as stream:  # type: ignore[type-var]
+        outputs = context.llm.generate(
+            engine_input.tokens, engine_input.params, on_end=on_end, lora_request=engine_input.adapter
+        )
+        async with aclosing(outputs) as stream:  # type: ignore[type-var]
             async for output in stream:
                 count = sum(len(completion.token_ids) for completion in output.completions)
                 measured.tokens(count - known)

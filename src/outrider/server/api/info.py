@@ -13,6 +13,7 @@ from starlette.responses import Response
 from ... import __version__
 from ...tokenizer import ChatPrompt
 from ..context import Context, context_of
+from .adapters import LoadLoraRequest, UnloadLoraRequest
 from .errors import ApiError
 from .ollama_requests import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
 from .requests import (
@@ -35,6 +36,8 @@ POST_ENDPOINTS: dict[str, tuple[type[msgspec.Struct], str, tuple[str, ...]]] = {
     "/api/generate": (OllamaGenerateRequest, "Complete a prompt, in Ollama's format", (JSON, LINES)),
     "/api/chat": (OllamaChatRequest, "Generate the next message, in Ollama's format", (JSON, LINES)),
     "/api/show": (OllamaShowRequest, "Describe the model, in Ollama's format", (JSON,)),
+    "/v1/load_lora_adapter": (LoadLoraRequest, "Load a LoRA adapter", (TEXT,)),
+    "/v1/unload_lora_adapter": (UnloadLoraRequest, "Unload a LoRA adapter", (TEXT,)),
     "/tokenize": (TokenizeRequest, "Return the tokens of a text or a conversation", (JSON,)),
     "/detokenize": (DetokenizeRequest, "Return the text of tokens", (JSON,)),
 }
@@ -88,19 +91,22 @@ def json_response(value: Any, status: int = 200) -> Response:
 
 
 def describe_model(context: Context, name: str) -> dict[str, Any]:
+    """Describe the served model, or an adapter of it, as vLLM does."""
+    adapter = None if name in context.names else context.llm.engine.adapters.loaded.get(name)
     return {
         "id": name,
         "object": "model",
         "created": context.started,
         "owned_by": "outrider",
-        "root": context.llm.llm.resolved.model,
+        "root": context.llm.llm.resolved.model if adapter is None else adapter.path,
+        "parent": None if adapter is None else context.names[0],
         "max_model_len": context.llm.llm.resolved.max_context,
     }
 
 
 async def list_models(http_request: Request) -> Response:
     context = context_of(http_request)
-    models = [describe_model(context, name) for name in context.options.names]
+    models = [describe_model(context, name) for name in (*context.names, *context.llm.engine.adapters.loaded)]
     return json_response({"object": "list", "data": models})
 
 

@@ -217,7 +217,7 @@ def json_response(value: Any) -> Response:
 
 async def tags(http_request: Request) -> Response:
     context = context_of(http_request)
-    return json_response({"models": [describe(context, name) for name in context.names]})
+    return json_response({"models": [describe(context, name) for name in served_names(context)]})
 
 
 async def running(http_request: Request) -> Response:
@@ -225,7 +225,7 @@ async def running(http_request: Request) -> Response:
     context = context_of(http_request)
     length = context.llm.llm.resolved.max_context
     more = {"size_vram": 0, "expires_at": "9999-12-31T23:59:59Z", "context_length": length}
-    return json_response({"models": [describe(context, name) | more for name in context.names]})
+    return json_response({"models": [describe(context, name) | more for name in served_names(context)]})
 
 
 async def show(http_request: Request) -> Response:
@@ -262,6 +262,11 @@ async def show(http_request: Request) -> Response:
 
 async def version(http_request: Request) -> Response:
     return json_response({"version": API_VERSION, "outrider": __version__})
+
+
+def served_names(context: Context) -> list[str]:
+    """Return the names of the model, then those of its adapters."""
+    return [*context.names, *context.llm.engine.adapters.loaded]
 
 
 def describe(context: Context, name: str) -> dict[str, Any]:

@@ -152,6 +152,7 @@ class ResponseBuilder(Generation):
 
     def __init__(self, request: GenerationRequest, context: Context, model: str) -> None:
         super().__init__(request, context)
+        self.model = model
         object_name = self.chunk_object_name if request.stream else self.object_name
         self.header = ResponseHeader.new(self.id_prefix, object_name, model)
         self.encode_chunk = ChunkEncoder(self.header)

@@ -55,6 +55,7 @@ class EngineInput:
     params: SamplingParams
     echo: str = ""  # the prompt's text, if the response repeats it
     names: Mapping[str, str] = field(default_factory=dict)  # engine's field name -> name in the request, if different
+    adapter: str | None = None  # None: the model itself
 
 
 async def encode(tokenizer: Tokenizer, text: str | ChatPrompt, special: bool) -> list[int]:

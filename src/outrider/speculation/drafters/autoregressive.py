@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...cache.pages import slots_of
 from ...errors import UserError
-from ...input_batch import BatchBuilder, make_batch
+from ...input_batch import BatchBuilder, Shape, make_batch
 from ...kernels import Batch
 from ...multi_step.state import DecodeState, StepDrafter
 from ...recordings import Recorded, Recordings, padded_table, table_width
@@ -239,7 +239,7 @@ class Autoregressive:
 
     def _record_first_pass(self, count: int, pages: int) -> Recorded:
         network = self.network
-        inputs, batch = make_batch(self.device, (count, 1, pages, False))
+        inputs, batch = make_batch(self.device, Shape(count, 1, pages))
         hidden = self.device.zeros((count, network.features), torch.float32) if network.features else None
 
         def run(_: object) -> None:

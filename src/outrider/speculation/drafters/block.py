@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...cache.pages import Pages, slots_of
 from ...errors import UserError
-from ...input_batch import BatchBuilder, as_batch, sizes
+from ...input_batch import BatchBuilder, Shape, as_batch, sizes
 from ...kernels import Batch
 from ...models.block_head import BlockHead
 from ...multi_step.state import DecodeState, StepDrafter
@@ -283,10 +283,13 @@ class BlockDrafter:
         return None if self._recordings.run(found) < 0 else self._states[size]
 
     def _record_pass(self, count: int, size: int, pages: int) -> Recorded:
-        shapes = (count, 1, pages, False), (size, 1, pages, False)
+        shapes = Shape(count, 1, pages), Shape(size, 1, pages)
         inputs = self.device.buffer(sum(sum(sizes(shape)) for shape in shapes), torch.int32)
-        parts = torch.split(inputs.tensor, [*sizes(shapes[0]), *sizes(shapes[1])])
-        stored, blocks = as_batch(shapes[0], parts[:6]), as_batch(shapes[1], parts[6:])
+        lengths = [sizes(shape) for shape in shapes]
+        both = torch.split(inputs.tensor, [sum(one) for one in lengths])
+        stored, blocks = (
+            as_batch(shape, torch.split(part, one)) for shape, part, one in zip(shapes, both, lengths, strict=True)
+        )
         hidden = self.device.zeros((count, self.head.features), torch.float32)
         inputs_of_pass = BlockPass(stored, hidden, blocks, self._by_depth(1, size))
 
