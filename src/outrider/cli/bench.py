@@ -184,13 +184,16 @@ def peers(
     raw: options.Raw = False,
     threads: options.Threads = None,
     quantize: options.Quantize = None,
+    backend: Annotated[
+        str, typer.Option(help="cpu, or cuda: against vLLM, if it is installed in this environment")
+    ] = "cpu",
     again: Annotated[bool, typer.Option("--again", help="Reinstall the engines")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Write a chart of the ratios")] = None,
     json: options.Json = False,
 ) -> None:
-    """Compare with other engines on the CPU, with the same prompts and weights.
+    """Compare with other engines, with the same prompts and weights.
 
-    Installs each engine into its own environment in the cache folder, which takes minutes the first time.
+    On the CPU, installs each engine into its own environment in the cache folder, which takes minutes the first time.
     """
     from ..bench.peers import export, measure, registry, report
     from ..diagnostics.machine import usable_cores
@@ -198,9 +201,11 @@ def peers(
     from ..speculation.config import parse
     from ..tokenizer import Tokenizer
 
-    method = registry.forgetful(auto.resolve(speculate or auto.AUTO, model, "cpu"))
+    if backend not in ("cpu", "cuda"):
+        raise UserError(f"`--backend` is `{backend}`: pass cpu or cuda")
+    method = registry.forgetful(auto.resolve(speculate or auto.AUTO, model, backend))
     parse(method)  # refuse a bad specification before installing anything
-    chosen = [registry.ours(method), *registry.choose(peer or [])]
+    chosen = [registry.ours(method), *registry.choose(peer or [], backend)]
     sizes = options.numbers("--batch", batch)
     if threads is not None and threads < 1:
         raise UserError(f"`threads` is {threads}: it must be at least 1")
@@ -209,9 +214,15 @@ def peers(
     prompt_sets = evaluation(folder, limit) if folder is not None else {}
     if prompt or sets or file is not None or not prompt_sets:
         prompt_sets |= collect_sets(prompt, sets or [], file, limit)
-    checkpoint = export.checked(model)
+    checkpoint = export.checked(model, backend)
     tokenizer = Tokenizer.open(checkpoint.tokenizer_source)
-    config = measure.PeersConfig(rounds, tokens, sizes, prompt_tokens, threads or usable_cores(), quantize)
+    drafts = registry.vllm_drafts(method) if backend == "cuda" else None
+    if drafts is not None:
+        drafts["model"] = str(export.head_folder(str(drafts["model"])))
+        chosen = [chosen[0], *(registry.with_drafts(one, drafts) for one in chosen[1:])]
+    config = measure.PeersConfig(
+        rounds, tokens, sizes, prompt_tokens, threads or usable_cores(), quantize, backend, drafts
+    )
     ids = {name: [token_ids(prompt, tokenizer, raw) for prompt in prompts] for name, prompts in prompt_sets.items()}
     found = report.report(measure.run(chosen, model, checkpoint, ids, config, console.note, again), model)
     if plot is not None:

@@ -132,21 +132,26 @@ def open_random(source: str, device: torch.device = HOST) -> Checkpoint:
     )
 
 
-def open_random_head(source: str, device: torch.device = HOST) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return config.json and tensors of the EAGLE-3 head `random/eagle3-NAME`."""
+def head_config(source: str) -> dict[str, Any]:
+    """Return the configuration of the EAGLE-3 head `random/eagle3-NAME`."""
     name = source.removeprefix(PREFIX)
     if not name.startswith(HEAD):
         raise UserError(f"`{source}` is not a draft head: pass `{PREFIX}{HEAD}NAME`, the head for `{PREFIX}NAME`")
     target = shape_of(PREFIX + name.removeprefix(HEAD))
-    width, layers, vocabulary = target["hidden_size"], target["num_hidden_layers"], target["vocab_size"]
-    drafted = min(DRAFT_VOCABULARY, vocabulary // 2)
+    layers = target["num_hidden_layers"]
     middle = layers // 2
-    config = {
+    return {
         **target,
         "num_hidden_layers": 1,
-        "draft_vocab_size": drafted,
+        "draft_vocab_size": min(DRAFT_VOCABULARY, target["vocab_size"] // 2),
         "eagle_aux_hidden_state_layer_ids": [min(2, layers // 4), middle, max(layers - 3, middle + 1)],
     }
+
+
+def open_random_head(source: str, device: torch.device = HOST) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return config.json and tensors of the EAGLE-3 head `random/eagle3-NAME`."""
+    config = head_config(source)
+    width, vocabulary, drafted = config["hidden_size"], config["vocab_size"], config["draft_vocab_size"]
     shapes = layer_shapes(config, Traits(), "model.layers.0.")
     for part in ("q_proj", "k_proj", "v_proj"):  # inputs are [token, state]
         rows, columns = shapes[f"model.layers.0.self_attn.{part}.weight"]

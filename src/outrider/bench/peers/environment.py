@@ -8,6 +8,7 @@ included, so that only one computes at a time.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import select
@@ -56,6 +57,8 @@ def folder_of(peer: Peer) -> Path:
 def install(peer: Peer, note: Callable[[str], None], again: bool = False) -> Path:
     """Return the Python that the peer's worker runs in; install the peer first if needed."""
     if not peer.recipe:
+        if peer.module and importlib.util.find_spec(peer.module) is None:
+            raise CannotInstallError(f"it is not installed beside Outrider: install `{peer.module}` for this torch")
         return Path(sys.executable)
     home = folder_of(peer)
     environment, recipe = home / "venv", recipe_text(peer)

@@ -15,9 +15,10 @@ from torch import Tensor
 from ...catalog import cache_folder
 from ...errors import UserError
 from ...kernels.quantization import dequantize
+from ...speculation.checkpoints import find_folder
 from ...tokenizer import loading
 from ...weights import Checkpoint, open_checkpoint
-from ...weights.random import is_random
+from ...weights.random import head_config, is_random
 
 SHARD = 2_000_000_000  # approximate bytes of one file
 DONE = "outrider.json"  # written last: a folder without it is incomplete and written again
@@ -28,9 +29,11 @@ class UnsuitableError(Exception):
     """A peer cannot read the model; the message goes into the table."""
 
 
-def checked(model: str) -> Checkpoint:
-    if is_random(model):
-        raise UserError(f"`{model}` is a shape with random weights, which no peer can read: pass a model with weights")
+def checked(model: str, backend: str = "cpu") -> Checkpoint:
+    if is_random(model) and backend == "cpu":
+        raise UserError(
+            f"`{model}` is a shape with random weights, which no peer can read on the CPU: pass a model with weights"
+        )
     return open_checkpoint(model)
 
 
@@ -42,6 +45,8 @@ def gguf(checkpoint: Checkpoint) -> Path:
 
 def folder(checkpoint: Checkpoint, note: Callable[[str], None]) -> Path:
     """Return the model's own folder, or one with its weights in fp32, which represents quantized values exactly."""
+    if is_random(str(checkpoint.path)):
+        return shape_folder(str(checkpoint.path), checkpoint.config)
     if checkpoint.path.is_dir():
         return checkpoint.path
     if FACTORS in checkpoint:
@@ -53,6 +58,21 @@ def folder(checkpoint: Checkpoint, note: Callable[[str], None]) -> Path:
         write(checkpoint, path)
         finish(path)
     return path
+
+
+def shape_folder(source: str, config: Mapping[str, Any]) -> Path:
+    """Write the config.json of a model or head with random weights, which a peer fills with its own."""
+    path = cache_folder() / "peers" / "models" / source.strip("/").replace("/", "-")
+    begin(path)
+    _json(path / "config.json", {**config, "dtype": "bfloat16", "torch_dtype": "bfloat16"})
+    return path
+
+
+def head_folder(source: str) -> Path:
+    """Return the folder of a draft head for vLLM; for `random/eagle3-NAME`, one with its shape."""
+    if not is_random(source):
+        return find_folder(source)
+    return shape_folder(source, {**head_config(source), "architectures": ["LlamaForCausalLMEagle3"]})
 
 
 def home(checkpoint: Checkpoint) -> Path:

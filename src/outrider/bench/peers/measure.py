@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from ...errors import UserError
 from ...weights import Checkpoint
+from ...weights.random import is_random
 from . import environment, export
 from .environment import CannotInstallError, Child, Completed, PeerFailedError
 from .registry import OURS, Peer
@@ -39,6 +40,8 @@ class PeersConfig:
     prompt_tokens: int = 512
     threads: int = 1
     quantize: str | None = None  # format for our weights if they are floats
+    backend: str = "cpu"  # or "cuda"
+    drafts: Mapping[str, Any] | None = None  # on a GPU: the same drafting for vLLM, as its `speculative_config`
 
     def context(self, sets: Sets) -> int:
         longest = max(len(prompt) for prompts in sets.values() for prompt in prompts)
@@ -64,6 +67,7 @@ class PeerRun:
     peer: Peer
     python: Path
     model: str  # name or path for its worker
+    given: str = ""  # the model as the user named it
     facts: dict[str, Any] = field(default_factory=dict)
     children: dict[Way, Child] = field(default_factory=dict)
     no_speculation: str | None = None  # why speculation failed to start
@@ -83,9 +87,6 @@ class PeerRun:
         log = environment.folder_of(self.peer) / f"{way}{again}.log"
         child = Child(command, process_environment(self.peer, config.threads), log)
         try:
-            own_options: dict[str, Any] = (
-                {"method": self.peer.speculation, "quantize": config.quantize} if self.peer.name == OURS else {}
-            )
             self.facts = child.ask(
                 "open",
                 model=self.model,
@@ -93,7 +94,7 @@ class PeerRun:
                 context=config.context(sets),
                 batch=max(config.batches),
                 speculate=way == "speculation",
-                **own_options,
+                **self.options(config),
             )["found"]
             prompt = next(iter(sets.values()))[0]
             width = self.peer.widths[0] if way == "speculation" and self.peer.widths else None
@@ -104,6 +105,13 @@ class PeerRun:
         self.starts += [child.age] if way == "plain" else []
         child.pause()
         return child
+
+    def options(self, config: PeersConfig) -> dict[str, Any]:
+        """Return what the worker of this engine takes beside the common fields."""
+        on_gpu = {} if config.backend == "cpu" else {"backend": config.backend}
+        if self.peer.name == OURS:
+            return {"method": self.peer.speculation, "quantize": config.quantize, **on_gpu}
+        return on_gpu and {**on_gpu, "drafts": config.drafts, "random": is_random(self.given)}
 
     def complete(self, way: Way, prompts: Sequence[Sequence[int]], tokens: int, width: int | None) -> Completed:
         """Resume the process for one request; all others are paused."""
@@ -129,11 +137,11 @@ def enter(peer: Peer, given: str, checkpoint: Checkpoint, config: PeersConfig, n
         export.gguf(checkpoint)  # refuse a folder before compiling the peer
     python = environment.install(peer, note, again)
     if peer.weights == "given":
-        return PeerRun(peer, python, given)
+        return PeerRun(peer, python, given, given)
     if peer.weights == "gguf":
-        return PeerRun(peer, python, str(export.gguf(checkpoint)))
+        return PeerRun(peer, python, str(export.gguf(checkpoint)), given)
     folder = export.folder(checkpoint, note)
-    return PeerRun(peer, python, str(convert_weights(peer, python, checkpoint, folder, config, note) or folder))
+    return PeerRun(peer, python, str(convert_weights(peer, python, checkpoint, folder, config, note) or folder), given)
 
 
 def convert_weights(
@@ -162,7 +170,7 @@ def process_environment(peer: Peer, threads: int) -> dict[str, str]:
     variables = environment.outside() if peer.recipe else dict(os.environ)
     variables |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
     variables["TOKENIZERS_PARALLELISM"] = "false"
-    if peer.recipe:
+    if peer.recipe or peer.module:
         variables |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         variables["XDG_CACHE_HOME"] = str(environment.folder_of(peer) / "cache")  # for its own compiled files
     return variables
@@ -257,7 +265,8 @@ def run(
         for number in range(config.rounds):
             note(f"round {number + 1} of {config.rounds}")
             one_round(race, number)
-        race.everyone(measure_memory)
+        if config.backend == "cpu":  # a GPU's memory is what its engine was allowed to take
+            race.everyone(measure_memory)
     finally:
         race.close()
     return race

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -39,6 +39,7 @@ class Peer:
     speculates_in_batches: bool = True
     build: Callable[[], Mapping[str, str]] = field(default=dict)  # environment variables for its compilation
     worker: Path = WORKER  # the script that runs in its process
+    module: str = ""  # on a GPU: the module to import in our own environment; empty: it is compared on the CPU only
 
 
 def llama_build() -> dict[str, str]:
@@ -122,17 +123,24 @@ PEERS: tuple[Peer, ...] = (
         ),
         "n-grams",
         widths=(4,),  # fixed at start-up, which takes minutes
+        module="vllm",
     ),
 )
 
 
-def choose(names: Sequence[str]) -> list[Peer]:
-    """Return the peers of these names in the order of the registry; all of them if none is named."""
+def choose(names: Sequence[str], backend: str = "cpu") -> list[Peer]:
+    """Return the peers of these names in the order of the registry; all of them if none is named.
+
+    On a GPU a peer runs in our own environment: its wheels fit one version of torch and of CUDA, which is installed.
+    """
     by_name = {peer.name: peer for peer in PEERS}
     for name in names:
         if name not in by_name:
             raise UserError(f"no peer called `{name}`: expected one of {', '.join(by_name)}")
-    return [peer for peer in PEERS if not names or peer.name in names]
+        if backend == "cuda" and not by_name[name].module:
+            raise UserError(f"`{name}` is compared on the CPU only: leave it out, or pass `--backend cpu`")
+    chosen = [peer for peer in PEERS if not names or peer.name in names]
+    return chosen if backend == "cpu" else [replace(peer, recipe=()) for peer in chosen if peer.module]
 
 
 def ours(speculate: str) -> Peer:
@@ -144,3 +152,29 @@ def forgetful(speculate: str) -> str:
     """Turn off the cache of earlier answers: prompts repeat in every mode, batch size and round."""
     has_cache = "suffix" in read(speculate)[0].split("+")
     return with_settings(speculate, cached_requests="0") if has_cache else speculate
+
+
+# Drafting methods whose checkpoint another engine reads too, and vLLM's keys of the options that it has.
+SHARED_HEADS = ("draft_model", "eagle", "eagle3", "medusa", "mtp", "peagle")
+VLLM_KEYS = {"model": "model", "width": "num_speculative_tokens", "length": "synthetic_acceptance_length"}
+
+
+def vllm_drafts(speculate: str) -> dict[str, str | int | float] | None:
+    """Return vLLM's `speculative_config` of a method that it shares with us; None for others."""
+    method, settings = read(speculate) if speculate != "none" else ("", {})
+    if method not in SHARED_HEADS or "model" not in settings or "width" not in settings:
+        return None
+    given = {VLLM_KEYS[key]: setting.value for key, setting in settings.items() if key in VLLM_KEYS}
+    drafts: dict[str, str | int | float] = {"method": method, "model": str(given["model"])}
+    drafts["num_speculative_tokens"] = int(given["num_speculative_tokens"])
+    if "synthetic_acceptance_length" in given:
+        drafts |= {
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_length": float(given["synthetic_acceptance_length"]),
+        }
+    return drafts
+
+
+def with_drafts(peer: Peer, drafts: Mapping[str, str | int | float]) -> Peer:
+    """Return the peer with this drafting instead of its own."""
+    return replace(peer, speculation=str(drafts["method"]), widths=(int(drafts["num_speculative_tokens"]),))

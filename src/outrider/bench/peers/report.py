@@ -9,7 +9,10 @@ from html import escape
 from statistics import fmean, median
 from typing import Any
 
+import torch
+
 from ...diagnostics.machine import host_facts
+from ...weights.random import is_random
 from ..charts import COLORS, LETTER, MARGIN, WIDTH, counted, drawing, text
 from ..speed import spread
 from .measure import PeerBenchmark, PeerRun, PeersConfig, Way
@@ -23,7 +26,7 @@ def report(race: PeerBenchmark, model: str) -> dict[str, Any]:
     ours, *theirs = race.entrants
     return {
         "model": model,
-        "machine": host_facts() | {"threads": config.threads},
+        "machine": machine(config),
         "rounds": config.rounds,
         "tokens": config.tokens,
         "prompt_tokens": config.prompt_tokens,
@@ -33,6 +36,13 @@ def report(race: PeerBenchmark, model: str) -> dict[str, Any]:
         "ratios": [ratio for peer in theirs for ratio in ratios(ours, peer, config, list(race.sets))],
         "skipped": [{"name": name, "reason": reason} for name, reason in race.skipped.items()],
     }
+
+
+def machine(config: PeersConfig) -> dict[str, Any]:
+    """Describe what computed: the processor, or the GPU."""
+    if config.backend == "cpu":
+        return host_facts() | {"threads": config.threads}
+    return host_facts() | {"processor": torch.cuda.get_device_name(), "threads": config.threads, "level": "cuda"}
 
 
 def engine(entrant: PeerRun, ours: PeerRun, config: PeersConfig, sets: Sequence[str]) -> dict[str, Any]:
@@ -45,7 +55,7 @@ def engine(entrant: PeerRun, ours: PeerRun, config: PeersConfig, sets: Sequence[
         "prompt_tokens_per_second": spread([config.prompt_tokens / seconds for seconds in entrant.prompts]),
         "start_seconds": spread(entrant.starts),
         "memory_bytes": entrant.memory,
-        "agreement": None if entrant is ours else agreement(ours, entrant),
+        "agreement": None if entrant is ours or is_random(entrant.given) else agreement(ours, entrant),
     }
 
 

@@ -25,19 +25,28 @@ CPUINFO = Path("/proc/cpuinfo")
 SPARE_SLOTS = 64  # cache slots of a request beyond its text, for drafts that are not verified yet
 LOOKUP_NGRAM = 2  # llama.cpp: maximum length of the n-gram that is looked up
 VLLM_WIDTH = 4  # draft tokens
+VLLM_MEMORY = 0.3  # share of a GPU for one process: plain decoding and speculation run in one each, beside ours
 
 
 class OutriderWorker:
     """Outrider itself, run in the same way as its peers."""
 
     def open(
-        self, model: str, threads: int, context: int, batch: int, speculate: bool, method: str, **fields: Any
+        self,
+        model: str,
+        threads: int,
+        context: int,
+        batch: int,
+        speculate: bool,
+        method: str,
+        backend: str = "cpu",
+        **fields: Any,
     ) -> dict[str, Any]:
         import outrider
 
         self.llm = outrider.LLM(
             model,
-            backend="cpu",
+            backend=backend,
             threads=threads,
             max_requests=batch,
             cache_tokens=batch * (context + SPARE_SLOTS),
@@ -276,35 +285,56 @@ class TransformersWorker:
 
 
 class VllmWorker:
-    """vLLM on the CPU, speculation by n-gram lookup."""
+    """vLLM on the CPU, speculation by n-gram lookup; on a GPU, speculation by the head that we use, if it reads it."""
 
-    def open(self, model: str, threads: int, context: int, batch: int, speculate: bool) -> dict[str, Any]:
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # by default it reserves a core
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process, so that its memory can be measured
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-        import vllm
-
-        # Its bf16 kernels run on x86 and on Arm processors with bf16; on other Arm processors they raise SIGILL.
-        has_bf16 = platform.machine() != "aarch64" or "bf16" in CPUINFO.read_text().split()
-        dtype = "bfloat16" if has_bf16 else "float32"
-        drafts = {
+    def open(
+        self,
+        model: str,
+        threads: int,
+        context: int,
+        batch: int,
+        speculate: bool,
+        backend: str = "cpu",
+        drafts: dict[str, Any] | None = None,
+        random: bool = False,
+    ) -> dict[str, Any]:
+        drafts = drafts or {
             "method": "ngram",
             "num_speculative_tokens": VLLM_WIDTH,
             "prompt_lookup_max": 4,
             "prompt_lookup_min": 2,
         }
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process, so that its memory can be measured
+        options = self._on_gpu(random) if backend == "cuda" else self._on_cpu(threads)
+        import vllm
+
         self.llm = vllm.LLM(
             model,
             skip_tokenizer_init=True,
-            dtype=dtype,
-            max_model_len=context + VLLM_WIDTH + 1,
+            max_model_len=context + drafts["num_speculative_tokens"] + 1,
             max_num_seqs=batch,
             enable_prefix_caching=False,  # prompts repeat
             speculative_config=drafts if speculate else None,
+            **options,
         )
         self.sampling = vllm.SamplingParams
-        return {"version": vllm.__version__, "weights": dtype}
+        return {"version": vllm.__version__, "weights": "random" if random else options["dtype"]}
+
+    def _on_gpu(self, random: bool) -> dict[str, Any]:
+        """Return options for a GPU. random: fill the shape in config.json with random weights."""
+        return {
+            "dtype": "bfloat16",
+            "gpu_memory_utilization": VLLM_MEMORY,
+            "load_format": "dummy" if random else "auto",
+        }
+
+    def _on_cpu(self, threads: int) -> dict[str, Any]:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # by default it reserves a core
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        # Its bf16 kernels run on x86 and on Arm processors with bf16; on other Arm processors they raise SIGILL.
+        has_bf16 = platform.machine() != "aarch64" or "bf16" in CPUINFO.read_text().split()
+        return {"dtype": "bfloat16" if has_bf16 else "float32"}
 
     def complete(self, prompts: list[list[int]], tokens: int, width: int | None) -> list[list[int]]:
         params = self.sampling(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
