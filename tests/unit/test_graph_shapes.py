@@ -187,11 +187,11 @@ PROMPT = [row("a", 5, [3], pages=2), row("b", 0, [4, 5, 6, 7])]
     [
         ("NONE", DECODES, None),
         ("NONE", PROMPT, None),
-        ("FULL_DECODE_ONLY", DECODES, (4, 4, 1, False)),
+        ("FULL_DECODE_ONLY", DECODES, (4, 4, 1, False, False)),
         ("FULL_DECODE_ONLY", PROMPT, None),
-        ("FULL", DECODES, (4, 4, 1, False)),
-        ("FULL", PROMPT, (8, 2, 2, False)),
-        ("FULL", [row("a", 5, [3], Draft([1, 2], [-1, -1])), row("b", 5, [3], pages=3)], (4, 2, 4, True)),
+        ("FULL", DECODES, (4, 4, 1, False, False)),
+        ("FULL", PROMPT, (8, 2, 2, False, False)),
+        ("FULL", [row("a", 5, [3], Draft([1, 2], [-1, -1])), row("b", 5, [3], pages=3)], (4, 2, 4, True, False)),
     ],
 )
 def test_gather_pads_what_is_to_be_recorded(make_runner, mode: str, rows: list[Row], recorded) -> None:
@@ -203,8 +203,9 @@ def test_gather_pads_what_is_to_be_recorded(make_runner, mode: str, rows: list[R
     tokens, count = sum(each.size for each in rows), len(rows)
     width = max(len(each.request.pages) for each in rows)
     branching = any(each.draft is not None for each in rows)
-    shape = recorded or (tokens, count, width, branching)
-    assert (batch.tokens.shape[0], *batch.page_tables.shape, batch.parents is not None) == shape
+    shape = recorded or (tokens, count, width, branching, False)
+    optional = batch.parents is not None, batch.adapters is not None
+    assert (batch.tokens.shape[0], *batch.page_tables.shape, *optional) == shape
     assert batch.query_starts.shape[0] == shape[1] + 1
     assert batch.query_starts[count:].tolist() == [tokens] * (shape[1] + 1 - count)
     assert batch.slots[tokens:].tolist() == [-1] * (shape[0] - tokens)
@@ -240,4 +241,4 @@ def test_graphs_are_dropped_with_the_decode_state_that_they_read(make_runner, mo
     states = [rounds.buffers_for("", DECODES[:count], 0)[1].state for count in (1, 2)]
     assert [each.rows for each in states] == [1, 2] and runner.graphs.captured
     assert rounds.buffers_for("", DECODES, 0)[1].state.rows == 4
-    assert list(rounds.buffers) == [("", 4, 0, 16, True)] and not runner.graphs.captured
+    assert list(rounds.buffers) == [("", 4, 0, 16, True, False)] and not runner.graphs.captured

@@ -19,7 +19,7 @@ from outrider.models.lora import LoraLayers
 from outrider.weights.lora import read_lora
 
 TOKENS = tiny.prompt(23)
-NAMES = ["llama", "llama-bias", "qwen3", "gemma3", "phi3"]
+NAMES = ["llama", "llama-bias", "qwen3", "olmo2", "granite", "gemma2", "gemma3", "phi3"]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=5)
 
 

@@ -18,6 +18,7 @@ from . import layers
 from .config import ModelConfig, read_config
 from .layers import ModelCheckpoint, RopeTables, WeightReader
 from .lora import LoraLayers
+from .rope import rotary_order
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,8 @@ class Model:
             attention = layers.attention(config, reader, layer, rope_tables)
             mlp = layers.mlp(config, reader, layer)
             if lora is not None:
-                attention, mlp = lora.attention(layer, attention), lora.mlp(layer, mlp)
+                order = rotary_order(config.ropes[layer], config.head_dim)
+                attention, mlp = lora.attention(layer, attention, order), lora.mlp(layer, mlp)
             self.layers.append((ops.attention_layer(attention), ops.mlp_layer(mlp)))
             checkpoint.release()
         self._pages: Sequence[LayerPages] = ()

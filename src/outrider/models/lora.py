@@ -40,10 +40,13 @@ class LoraLayers:
     def __init__(self, ops: Kernels, slots: int, rank: int) -> None:
         self.ops, self.slots, self.rank = ops, slots, rank
         self._shapes: dict[Key, tuple[int, int]] = {}
+        self._orders: dict[Key, list[int]] = {}  # of the dimensions of each head, where a model reorders them
         self._slots: dict[Key, Any] = {}
 
-    def attention(self, layer: int, weights: AttentionWeights) -> AttentionWeights:
-        """Add slots to the weights of an attention block."""
+    def attention(self, layer: int, weights: AttentionWeights, order: list[int] | None = None) -> AttentionWeights:
+        """Add slots to the weights of an attention block. order: that of rope.rotary_order for queries and keys."""
+        if order is not None:
+            self._orders |= {(layer, "q_proj"): order, (layer, "k_proj"): order}
         matrices = {
             "q_proj": weights.query,
             "k_proj": weights.key,
@@ -80,6 +83,9 @@ class LoraLayers:
                     f"this model's is {list(expected)}: {_trained_for(stored)}"
                 )
             for part, rows in zip(parts, torch.split(b, [rows for rows, _ in shapes]), strict=True):
+                order = self._orders.get((layer, part))
+                if order is not None:  # [heads, D, R]
+                    rows = rows.view(-1, len(order), rows.shape[1])[:, order].flatten(0, 1)
                 pairs[layer, part] = a, rows.contiguous()
         return pairs
 
