@@ -62,6 +62,9 @@ void over_input(const Input& input, const Body& body) {
   parallel([&](int part, int parts) { body(rows, part, parts); });
 }
 
+// gate := activation(gate + bias) * (up + bias), columns [first, last) of all rows of [T][N].
+void activate_columns(const Mlp& layer, float* gate, const float* up, int tokens, int first, int last);
+
 // x += post_norm(matrix * input + bias): the end of every block of a layer. `lora` may be null, as may `adapters`.
 void project_back(const Matrix& matrix, const LoraSlots* lora, const int32_t* adapters, const float* input,
                   const float* bias, const float* post_norm, float eps, float* x, int tokens);

@@ -1,6 +1,7 @@
 // Python bindings of the kernels. Tensors arrive as addresses: kernels/cpu checks them and keeps them alive.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -154,6 +155,20 @@ void bind_lora(nb::module_& module) {
       .def("set", &set_lora, "slot"_a, "a"_a.none(), "b"_a.none());
 }
 
+std::shared_ptr<Moe> make_moe(MatrixPointer router, std::vector<std::shared_ptr<Mlp>> experts, int count, int top_k,
+                              bool normalized, float eps, Address norm, Address post_norm, Address router_bias) {
+  const int width = router ? router->cols : 0;
+  if (count < 1 || top_k < 1 || top_k > count || size_t(count) > experts.size() || size_t(count) + 1 < experts.size())
+    refuse("a mixture needs `count` experts, of which it chooses `top_k`, and at most one shared expert");
+  check_shape(router, "router", int(experts.size()), width);
+  if (router->kind != Kind::f32) refuse("the `router` matrix must be f32");
+  for (const auto& expert : experts)
+    if (!expert || expert->gate->cols != width) refuse("an expert must have the width of the router");
+  auto f = [](Address address) { return at<const float>(address); };
+  return std::make_shared<Moe>(
+      Moe{router, std::move(experts), count, top_k, normalized, eps, f(norm), f(post_norm), f(router_bias)});
+}
+
 void bind_layers(nb::module_& module) {
   nb::class_<Attention>(module, "Attention", "The weights of one attention block; an address of 0 means absent.")
       .def(nb::new_(&make_attention), nb::kw_only(), "query"_a, "key"_a, "value"_a, "output"_a, "heads"_a, "kv_heads"_a,
@@ -180,6 +195,9 @@ void bind_layers(nb::module_& module) {
             layer.down_lora = checked(down, *layer.down);
           },
           "gate"_a, "up"_a, "down"_a);
+  nb::class_<Moe>(module, "Moe", "The weights of one mixture of experts; an address of 0 means absent.")
+      .def(nb::new_(&make_moe), nb::kw_only(), "router"_a, "experts"_a, "count"_a, "top_k"_a, "normalized"_a, "eps"_a,
+           "norm"_a = 0, "post_norm"_a = 0, "router_bias"_a = 0);
 }
 
 void process_logits(Address logits, int rows, int vocabulary, int entries, Address starts, Address tokens,
@@ -233,22 +251,27 @@ void bind_batch(nb::module_& module) {
 }
 
 // Layers with their storage, run in sequence without returning to Python.
+using Perceptron = std::variant<std::shared_ptr<Mlp>, std::shared_ptr<Moe>>;
+
 struct LayerStack {
   std::vector<std::shared_ptr<Attention>> attentions;
-  std::vector<std::shared_ptr<Mlp>> mlps;
+  std::vector<Perceptron> mlps;
   std::vector<Pages> pages;
 };
 
 void run_stack(const LayerStack& stack, Address x, const Batch& batch) {
   float* rows = at<float>(x);
-  if (!stack.mlps.empty()) check_adapters(batch.adapters, batch.tokens, stack.mlps[0]->gate_lora.get());
+  if (!stack.attentions.empty()) check_adapters(batch.adapters, batch.tokens, stack.attentions[0]->query_lora.get());
   for (size_t i = 0; i < stack.mlps.size(); ++i) {
     const Attention& attention = *stack.attentions[i];
     const size_t width = size_t(attention.heads) * attention.head_dim;
     float* q = static_cast<float*>(scratch(kScratchSlots - 1, batch.tokens * width * sizeof(float)));  // [T][H * D]
     level().project_qkv(attention, rows, batch, stack.pages[i], q);
     level().attend(attention, q, batch, stack.pages[i], rows);
-    level().mlp(*stack.mlps[i], rows, batch.tokens, batch.adapters);
+    if (const auto* mlp = std::get_if<std::shared_ptr<Mlp>>(&stack.mlps[i]))
+      level().mlp(**mlp, rows, batch.tokens, batch.adapters);
+    else
+      level().moe(*std::get<std::shared_ptr<Moe>>(stack.mlps[i]), rows, batch.tokens);
   }
 }
 
@@ -259,7 +282,7 @@ void run_layers(const LayerStack& stack, Address x, const Batch& batch) {
 
 void bind_layer_stack(nb::module_& module) {
   nb::class_<LayerStack>(module, "LayerStack", "Layers that run_layers runs in turn.")
-      .def(nb::new_([](std::vector<std::shared_ptr<Attention>> attentions, std::vector<std::shared_ptr<Mlp>> mlps,
+      .def(nb::new_([](std::vector<std::shared_ptr<Attention>> attentions, std::vector<Perceptron> mlps,
                        std::vector<Pages> pages) {
         if (attentions.size() != mlps.size() || mlps.size() != pages.size())
           refuse("a stack needs as many attentions as MLPs and storages");
@@ -309,6 +332,10 @@ void bind_operations(nb::module_& module) {
           level().mlp(layer, at<float>(x), tokens, at<const int32_t>(adapters));
         });
       },
+      unlocked);
+  module.def(
+      "moe",
+      [](const Moe& layer, Address x, int tokens) { recorded([=] { level().moe(layer, at<float>(x), tokens); }); },
       unlocked);
   module.def(
       "project_qkv",

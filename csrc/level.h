@@ -41,8 +41,9 @@ constexpr int kFewRows = 7;
 #endif
 
 // Quantize rows into the calling thread's scratch; more than kFewRows on all threads, so not from inside parallel().
-// `width` is a multiple of 32 unless `activations` is none. linear() uses slot 0.
-Rows prepare(const float* x, int tokens, int width, Activations activations, int scratch_slot);
+// `width` is a multiple of 32 unless `activations` is none. linear() uses slot 0. `alone`: on the calling thread, also
+// from inside parallel().
+Rows prepare(const float* x, int tokens, int width, Activations activations, int scratch_slot, bool alone = false);
 
 // Compute tiles [first, last) of `matrix` for all rows: out[t * stride + n]. Serial: callers split tiles over threads.
 // The row count selects different code with the same bits.

@@ -106,10 +106,10 @@ OUTRIDER_INLINE float quantize(const float* x, float maximum, bool with_low, con
   return bits_to_float(float_to_bits(maximum * (1.0f / most)) & ~3u);  // 22 bits: panels.h multiplies it by 3
 }
 
-// Call body(first, last) for runs of `count` rows or panels, on all threads if there are many rows.
+// Call body(first, last) for runs of `count` rows or panels, on all threads unless there are few rows, or `alone`.
 template <class Body>
-void over_runs(int tokens, int count, const Body& body) {
-  if (tokens <= kFewRows) return body(0, count);
+void over_runs(int tokens, int count, bool alone, const Body& body) {
+  if (alone || tokens <= kFewRows) return body(0, count);
   parallel([&](int part, int parts) {
     const Share share(count, part, parts);
     body(share.first, share.last);
@@ -118,12 +118,13 @@ void over_runs(int tokens, int count, const Body& body) {
 
 #if defined(__ARM_FEATURE_DOTPROD)
 
-QuantizedRows prepare_panels(const float* x, int tokens, int width, Activations activations, int scratch_slot) {
+QuantizedRows prepare_panels(const float* x, int tokens, int width, Activations activations, int scratch_slot,
+                             bool alone) {
   const int groups = width / 32;
   const size_t count = Panel::total(tokens, width);
   auto* inputs = static_cast<Inputs*>(scratch(scratch_slot, count * (sizeof(Inputs) + 32)));
   auto* low_parts = reinterpret_cast<int8_t*>(inputs + count);
-  over_runs(tokens, panel_count(tokens), [&](int first, int last) {
+  over_runs(tokens, panel_count(tokens), alone, [&](int first, int last) {
     for (int i = first; i < last; ++i) {
       const Panel panel(tokens, width, i);
       const float* const rows = x + size_t(panel.first) * width;
@@ -159,7 +160,8 @@ QuantizedRows prepare_panels(const float* x, int tokens, int width, Activations 
 
 #else
 
-QuantizedRows prepare_rows(const float* x, int tokens, int width, Activations activations, int scratch_slot) {
+QuantizedRows prepare_rows(const float* x, int tokens, int width, Activations activations, int scratch_slot,
+                           bool alone) {
   const int sixteens = width / 16, groups = width / 32;
   const size_t plane = size_t(tokens) * width, numbers = size_t(tokens) * (sixteens + groups);
   auto* high = static_cast<int8_t*>(
@@ -168,7 +170,7 @@ QuantizedRows prepare_rows(const float* x, int tokens, int width, Activations ac
   auto* sums = reinterpret_cast<int32_t*>(low + plane);
   auto* scales = reinterpret_cast<float*>(sums + size_t(tokens) * sixteens);
   auto* has_low = reinterpret_cast<uint8_t*>(scales + size_t(tokens) * groups);
-  over_runs(tokens, tokens, [&](int first, int last) {
+  over_runs(tokens, tokens, alone, [&](int first, int last) {
     for (int t = first; t < last; ++t) {
       const float* row = x + size_t(t) * width;
       float* scale = scales + size_t(t) * groups;
@@ -193,7 +195,8 @@ QuantizedRows prepare_rows(const float* x, int tokens, int width, Activations ac
 #if defined(__AMX_INT8__)
 // Quantize into strips of sixteen rows, see Strip in linear_amx.h. Padding rows of the last strip are zero. Low parts
 // cost nothing here; groups lack them as in prepare_rows, since bits must not depend on the number of rows.
-QuantizedRows prepare_tiles(const float* x, int tokens, int width, Activations activations, int scratch_slot) {
+QuantizedRows prepare_tiles(const float* x, int tokens, int width, Activations activations, int scratch_slot,
+                            bool alone) {
   const size_t strips = size_t(tokens + 15) / 16, groups = size_t(width) / 32, units = strips * groups;
   auto* inputs = static_cast<int8_t*>(scratch(scratch_slot, units * (kTileBytes + 2 * 16 * sizeof(float))));
   auto* scales = reinterpret_cast<float*>(inputs + units * kTileBytes);
@@ -201,7 +204,8 @@ QuantizedRows prepare_tiles(const float* x, int tokens, int width, Activations a
   const int padded = padded_rows(tokens);
   const bool paired = tokens == kPairedRows;
   if (paired) memset(inputs, 0, (groups + 1) / 2 * kTileBytes);
-  over_runs(tokens, int(strips), [&](int first, int last) {  // by strips: the numbers of one strip share cache lines
+  // By strips: the numbers of one strip share cache lines.
+  over_runs(tokens, int(strips), alone, [&](int first, int last) {
     for (int t = 16 * first; t < 16 * last && t < padded; ++t) {
       const size_t strip = size_t(t) / 16 * groups;
       const float* row = x + size_t(t) * width;
@@ -384,19 +388,19 @@ void bf16_tiles(const Matrix& matrix, const Rows& rows, int first, int last, flo
 
 }  // namespace
 
-Rows prepare(const float* x, int tokens, int width, Activations activations, int scratch_slot) {
+Rows prepare(const float* x, int tokens, int width, Activations activations, int scratch_slot, bool alone) {
   Rows rows{x, tokens, width, {}};
   if (activations == Activations::none) return rows;
 #if defined(__ARM_FEATURE_DOTPROD)
-  rows.quantized = prepare_panels(x, tokens, width, activations, scratch_slot);
+  rows.quantized = prepare_panels(x, tokens, width, activations, scratch_slot, alone);
 #else
 #if defined(__AMX_INT8__)
   if (use_tiles(tokens)) {
-    rows.quantized = prepare_tiles(x, tokens, width, activations, scratch_slot);
+    rows.quantized = prepare_tiles(x, tokens, width, activations, scratch_slot, alone);
     return rows;
   }
 #endif
-  rows.quantized = prepare_rows(x, tokens, width, activations, scratch_slot);
+  rows.quantized = prepare_rows(x, tokens, width, activations, scratch_slot, alone);
 #endif
   return rows;
 }

@@ -92,6 +92,17 @@ struct Mlp {
   std::shared_ptr<const LoraSlots> gate_lora{}, up_lora{}, down_lora{};  // null: adapters are off
 };
 
+// A mixture of experts: `top_k` of `count` experts for each row, and the shared one for all.
+struct Moe {
+  std::shared_ptr<Matrix> router;             // f32 [count, E], and the gate of the shared expert if there is one
+  std::vector<std::shared_ptr<Mlp>> experts;  // `count`, and the shared one
+  int count, top_k;
+  bool normalized;  // scores of the chosen experts are divided by their sum
+  float eps;
+  const float *norm, *post_norm, *router_bias;
+  bool has_shared() const { return experts.size() > size_t(count); }
+};
+
 struct Batch {
   const int32_t *positions, *slots, *query_starts, *page_tables;
   const int32_t* parents;   // null: chains
@@ -203,6 +214,7 @@ struct Level {
   void (*rms_norm)(const float* x, const float* weight, float eps, int tokens, int width, float* out);
   void (*soft_cap)(float* x, float cap, int rows, int width);  // x = cap * tanh(x / cap)
   void (*mlp)(const Mlp& layer, float* x, int tokens, const int32_t* adapters);
+  void (*moe)(const Moe& layer, float* x, int tokens);  // moe.cpp
   void (*project_qkv)(const Attention& layer, const float* x, const Batch& batch, const Pages& pages, float* q);
   void (*project_kv)(const Attention& layer, const float* x, const Batch& batch, const Pages& pages);
   // attention.cpp
@@ -226,9 +238,9 @@ struct Level {
 };
 // The same functions, in the same order. OUTRIDER_DECLARE declares one with its type in Level.
 #define OUTRIDER_FUNCTIONS(of)                                                                                  \
-  of(linear) of(rms_norm) of(soft_cap) of(mlp) of(project_qkv) of(project_kv) of(attend) of(process_logits) of(mask_logits)  \
-      of(sample) of(sample_children) of(top_logprobs) of(expand_sampling) of(verify_exact) of(verify_synthetic) \
-          of(verify_rejection)
+  of(linear) of(rms_norm) of(soft_cap) of(mlp) of(moe) of(project_qkv) of(project_kv) of(attend)             \
+      of(process_logits) of(mask_logits) of(sample) of(sample_children) of(top_logprobs) of(expand_sampling)    \
+          of(verify_exact) of(verify_synthetic) of(verify_rejection)
 #define OUTRIDER_DECLARE(function) std::remove_pointer_t<decltype(Level::function)> function;
 
 const Level& level();                         // the selected level

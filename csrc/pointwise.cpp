@@ -104,7 +104,6 @@ void store_token(const Attention& layer, const Pages& pages, int slot, int posit
   }
 }
 
-// gate := activation(gate + bias) * (up + bias), columns [first, last) of all rows of [T][N].
 template <class Activation>
 void activate(const Mlp& layer, const Activation& activation, float* gate, const float* up, int tokens, int first,
               int last) {
@@ -134,11 +133,7 @@ const float* gated(const Mlp& layer, const Input& input, const int32_t* adapters
     linear_tiles(*layer.up, rows, share.first, share.last, up, width);
     loras[0].add(share.first, share.last, gate, width);
     loras[1].add(share.first, share.last, up, width);
-    const int from = share.first * kLanes, to = std::min(share.last * kLanes, width);
-    if (layer.activation == 0)
-      activate(layer, [](const f32x16& x) { return silu(x); }, gate, up, tokens, from, to);
-    else
-      activate(layer, [](const f32x16& x) { return gelu_tanh(x); }, gate, up, tokens, from, to);
+    activate_columns(layer, gate, up, tokens, share.first * kLanes, std::min(share.last * kLanes, width));
   });
   return gate;
 }
@@ -161,6 +156,11 @@ void add_row(float* x, const float* y, const float* bias, int width) {
     for (int i = 0; i < width; ++i) x[i] += y[i] + bias[i];
   else
     for (int i = 0; i < width; ++i) x[i] += y[i];
+}
+
+void activate_columns(const Mlp& layer, float* gate, const float* up, int tokens, int first, int last) {
+  if (layer.activation == 0) activate(layer, [](const f32x16& x) { return silu(x); }, gate, up, tokens, first, last);
+  else activate(layer, [](const f32x16& x) { return gelu_tanh(x); }, gate, up, tokens, first, last);
 }
 
 void rms_norm(const float* x, const float* weight, float eps, int tokens, int width, float* out) {

@@ -14,6 +14,8 @@ GARBAGE = 0x7FFFFF00  # no token, no position, no row
 def poisoned(empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def made(*shape: Any, **options: Any) -> Tensor:
         fresh = empty(*shape, **options)
-        return fresh.fill_(nan if fresh.is_floating_point() else 255 if fresh.dtype is torch.uint8 else GARBAGE)
+        if fresh.is_floating_point():
+            return fresh.fill_(nan)
+        return fresh.fill_(min(GARBAGE, torch.iinfo(fresh.dtype).max))
 
     return made

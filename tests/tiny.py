@@ -58,6 +58,7 @@ TWO_BASES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0},
 }
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 # name -> (class in transformers without its suffix, what differs from COMMON)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"tie_word_embeddings": False}),
@@ -70,6 +71,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {"sliding_window": 9, "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}}),
     "phi3-long": ("Phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 16}),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {
+            **EXPERTS,
+            "shared_expert_intermediate_size": 160,
+            "num_experts_per_tok": 3,
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "head_dim": 32, "tie_word_embeddings": True}),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
     "smollm3-window": (
         "SmolLM3",
@@ -138,8 +151,8 @@ def original(name: str) -> Any:
     model = getattr(transformers, f"{architecture}ForCausalLM")(make(**{**COMMON, **changes})).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(0, parameter.shape[1] ** -0.5)
+            if parameter.dim() > 1:  # matrices, or those of all experts
+                parameter.normal_(0, parameter.shape[-1] ** -0.5)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     return model

@@ -92,7 +92,7 @@ def test_pages_may_have_half_precision(dtype: str, ops: kernels.Kernels) -> None
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3-moe"])
 def test_quantised_weights_stay_near(name: str, quantize: str, reference: kernels.Kernels) -> None:
     plain = build(checkpoint(name), reference)
     small = build(checkpoint(name), reference, quantize=quantize)
@@ -104,7 +104,7 @@ def test_quantised_weights_stay_near(name: str, quantize: str, reference: kernel
 
 
 @pytest.mark.parametrize("shard", ["1GB", "60KB"])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral", "qwen2-moe"])
 def test_folders_load(name: str, shard: str, reference: kernels.Kernels) -> None:
     where = folder(name, shard)
     assert (len(list(where.glob("*.safetensors"))) > 1) == (shard == "60KB")

@@ -10,6 +10,7 @@ import transformers
 
 from outrider.errors import UserError
 from outrider.models import read_config
+from outrider.models.config import Experts
 from outrider.models.decoder import rounded_scale
 from outrider.models.rope import Rope, cos_sin_tables
 from tiny import CASES, LLAMA3, checkpoint, original
@@ -90,10 +91,22 @@ def test_old_and_new_spellings_of_gemma3_are_one() -> None:
         ({"model_type": "qwen3", **SLIDING, "max_window_layers": 30}, (0,) * 30 + (9,) * 2),
         ({"model_type": "smollm3", **SLIDING}, (0, 0, 0, 9) * 8),
         ({"model_type": "llama", **SLIDING}, (0,) * 32),
+        ({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, **SLIDING}, (9,) * 32),
+        ({"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9}, (0,) * 32),
     ],
 )
 def test_windows(changes: dict[str, Any], windows: tuple[int, ...]) -> None:
     assert read_config({**DEEP, **changes}).windows == windows
+
+
+def test_experts_of_every_layer_or_of_some() -> None:
+    config = read_config({**LLAMA, "model_type": "mixtral"})
+    assert config.experts == Experts(8, 2, 96, 0, True, (True,) * 4)
+    some = {"model_type": "qwen2_moe", "num_experts": 16, "mlp_only_layers": [1], "decoder_sparse_step": 2}
+    config = read_config({**LLAMA, **some})
+    assert config.experts == Experts(16, 4, 1408, 5632, False, (False, False, False, True))
+    newer = {"model_type": "qwen3_moe", "num_local_experts": 16, "norm_topk_prob": True}
+    assert read_config({**LLAMA, **newer}).experts == Experts(16, 8, 768, 0, True, (True,) * 4)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -166,6 +179,8 @@ def test_the_embedding_scale_is_rounded_as_the_embedding_is() -> None:
         ({"model_type": None, "architectures": ["GPT2LMHeadModel"]}, "`GPT2LMHeadModel` is not supported"),
         ({"model_type": None}, "`unnamed` is not supported"),
         ({"num_local_experts": 8}, "experts .`num_local_experts`. are not supported"),
+        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "`num_experts_per_tok` is 9, but has 8 experts"),
+        ({"model_type": "qwen3_moe"}, "lacks `num_experts`"),
         ({"final_logit_softcapping": 30.0}, "`final_logit_softcapping`"),
         ({"use_bidirectional_attention": True}, "`use_bidirectional_attention`"),
         ({"hidden_act": "relu"}, "activation `relu`"),

@@ -122,3 +122,11 @@ def test_mistakes(source: str, message: str, tmp_path: Path, monkeypatch: pytest
 def test_a_model_is_no_head() -> None:
     with pytest.raises(UserError, match="`random/tiny` is not a draft head"):
         open_head("random/tiny", None, "eagle3")
+
+
+def test_a_mixture_of_experts_has_the_parameters_of_the_published_one() -> None:
+    found = open_checkpoint("random/qwen3-30b-a3b", device=torch.device("meta"))
+    assert found.bytes == 2 * 30_532_122_624
+    config = read_config(found.config)
+    assert config.experts is not None
+    assert (config.experts.count, config.experts.top_k, config.experts.width) == (128, 8, 768)

@@ -282,7 +282,8 @@ def weight_bytes(llm: LLM) -> int:
     shape = llm.engine.model.config
     embedding = 0 if shape.tied_head else shape.vocabulary * shape.width * 2
     drafters = llm.engine.spec_manager.methods.values()
-    return llm.engine.weight_bytes + embedding + sum(getattr(drafter, "weight_bytes", 0) for drafter in drafters)
+    target = llm.engine.model.weight_bytes + llm.engine.model.idle_bytes + embedding
+    return target + sum(getattr(drafter, "weight_bytes", 0) for drafter in drafters)
 
 
 def cache_bytes(llm: LLM) -> int:

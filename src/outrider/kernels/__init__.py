@@ -15,6 +15,7 @@ from .structures import LayerPages as LayerPages
 from .structures import LogitsProcessors as LogitsProcessors
 from .structures import MlpLora as MlpLora
 from .structures import MlpWeights as MlpWeights
+from .structures import MoeWeights as MoeWeights
 from .structures import NextTokens as NextTokens
 from .structures import SamplingMetadata as SamplingMetadata
 from .structures import TopLogprobs as TopLogprobs

@@ -22,6 +22,7 @@ from .structures import (
     LayerPages,
     LogitsProcessors,
     MlpWeights,
+    MoeWeights,
     NextTokens,
     SamplingMetadata,
     TopLogprobs,
@@ -48,6 +49,10 @@ class Kernels(Protocol):
 
     def mlp_layer(self, weights: MlpWeights) -> Any:
         """Repack a gated MLP for mlp."""
+        ...
+
+    def moe_layer(self, weights: MoeWeights) -> Any:
+        """Repack a mixture of experts for moe."""
         ...
 
     def lora_slots(self, slots: int, rank: int, shape: tuple[int, int]) -> Any:
@@ -98,12 +103,16 @@ class Kernels(Protocol):
         """Add post_norm(down(activation(gate(norm(x))) * up(norm(x)))) to x [T, E]. adapters: as in Batch."""
         ...
 
+    def moe(self, x: Tensor, layer: Any) -> None:
+        """Add post_norm(sum of score * MLP of norm(x) over the chosen experts and the shared one) to x [T, E]."""
+        ...
+
     def layer_stack(self, layers: Sequence[tuple[Any, Any]], pages: Sequence[LayerPages]) -> Any:
-        """Bind attention and MLP layers to their KV pages, for run_layers: one call instead of three per layer."""
+        """Bind attention and MLP (or MoE) layers to their KV pages, for run_layers: one call for all of them."""
         ...
 
     def run_layers(self, x: Tensor, layer_stack: Any, batch: Batch) -> None:
-        """Apply project_qkv, attend and mlp of each layer to x [T, E], in place."""
+        """Apply project_qkv, attend and mlp (or moe) of each layer to x [T, E], in place."""
         ...
 
     def process_logits(self, logits: Tensor, processors: LogitsProcessors) -> None:

@@ -88,6 +88,45 @@ class MlpWeights:
 
 
 @dataclass(frozen=True)
+class MoeWeights:
+    """A mixture of experts: a router picks `top_k` gated MLPs for each token. Letter X: experts.
+
+    The scores of a token are the softmax of its router logits, in fp32. The experts with the largest ones are chosen;
+    among equals that with the lower index. Their outputs are added in this order, each times its score.
+    """
+
+    router: Tensor  # [X, E] f32
+    gate: tuple[Weight, ...]  # [N, E] of each expert
+    up: tuple[Weight, ...]  # [N, E]
+    down: tuple[Weight, ...]  # [E, N]
+    top_k: int
+    normalized: bool  # the scores of the chosen experts are divided by their sum
+    activation: Activation
+    eps: float
+    norm: Tensor | None = None  # [E] f32
+    post_norm: Tensor | None = None  # [E] f32
+    router_bias: Tensor | None = None  # [X] f32
+    gate_bias: Tensor | None = None  # [X, N] f32
+    up_bias: Tensor | None = None  # [X, N] f32
+    down_bias: Tensor | None = None  # [X, E] f32
+    shared: MlpWeights | None = None  # of every token, added last; without norms and biases
+    shared_gate: Tensor | None = None  # [E] f32, with `shared`: the score is the sigmoid of its product with the state
+
+    def expert(self, index: int) -> MlpWeights:
+        """Return the MLP of one expert, without norms."""
+        return MlpWeights(
+            self.gate[index],
+            self.up[index],
+            self.down[index],
+            self.activation,
+            self.eps,
+            gate_bias=None if self.gate_bias is None else self.gate_bias[index],
+            up_bias=None if self.up_bias is None else self.up_bias[index],
+            down_bias=None if self.down_bias is None else self.down_bias[index],
+        )
+
+
+@dataclass(frozen=True)
 class Batch:
     """The tokens of one step. Row b owns tokens query_starts[b] .. query_starts[b + 1].
 

@@ -22,9 +22,11 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_tanh": "gelu_tanh",
 }
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # spellings of one key
 # Limits on what a damaged file can make us allocate.
 MAX_LAYERS = 1024
 MAX_POSITIONS = 1 << 22  # the longest context of a published model; the rope tables grow with it
+MAX_EXPERTS = 4096
 GEMMA2_DEFAULTS: Mapping[str, Any] = {
     "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh",
@@ -42,6 +44,32 @@ GEMMA3_DEFAULTS: Mapping[str, Any] = {
     "sliding_window": 4096,
     "tie_word_embeddings": True,
 }
+MIXTRAL_DEFAULTS: Mapping[str, Any] = {
+    "intermediate_size": 14_336,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1_000_000.0,
+}
+QWEN2_MOE_DEFAULTS: Mapping[str, Any] = {
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+}
+QWEN3_MOE_DEFAULTS: Mapping[str, Any] = {"moe_intermediate_size": 768, "num_experts_per_tok": 8}
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The mixture of experts that takes the place of the MLP in some layers or in all."""
+
+    count: int
+    top_k: int  # experts of a token
+    width: int  # inner width of an expert
+    shared_width: int  # inner width of the expert of every token; 0: none
+    normalized: bool  # the scores of the chosen experts are divided by their sum
+    layers: tuple[bool, ...]  # per layer; False: a plain MLP
 
 
 @dataclass(frozen=True)
@@ -75,6 +103,7 @@ class ModelConfig:
     pre_norms: bool  # norms before attention and before the MLP
     post_norms: bool  # norms after attention and after the MLP
     end_tokens: tuple[int, ...]  # empty when the configuration names none
+    experts: Experts | None = None
 
     @property
     def stream_eps(self) -> float:
@@ -88,7 +117,7 @@ class Architecture:
 
     label: str  # for error messages
     class_name: str  # in `architectures` of config.json
-    windows: Literal["none", "every", "flagged", "pattern"] = "none"
+    windows: Literal["none", "every", "switched", "flagged", "pattern"] = "none"
     qkv_bias: bool | None = False  # None: as `attention_bias` says, also for the output projection
     mlp_bias: bool = False  # whether `mlp_bias` is honored
     head_norms: bool = False
@@ -100,6 +129,8 @@ class Architecture:
     gemma: bool = False  # the embedding is scaled by sqrt(width), attention by `query_pre_attn_scalar`
     multipliers: bool = False  # whether `embedding_multiplier` and the other multipliers of Granite are honored
     soft_caps: bool = False  # whether `attn_logit_softcapping` and `final_logit_softcapping` are honored
+    experts: Literal["none", "all", "sparse"] = "none"  # sparse: as `mlp_only_layers` and `decoder_sparse_step` say
+    normalized_scores: bool = False  # of the chosen experts, unless `norm_topk_prob` says otherwise
     defaults: Mapping[str, Any] | None = None
 
 
@@ -110,6 +141,31 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2": Architecture("Qwen2", "Qwen2ForCausalLM", windows="flagged", qkv_bias=True),
     "qwen3": Architecture(
         "Qwen3", "Qwen3ForCausalLM", windows="flagged", qkv_bias=None, head_norms=True, defaults={"head_dim": 128}
+    ),
+    "mixtral": Architecture(
+        "Mixtral",
+        "MixtralForCausalLM",
+        windows="every",
+        experts="all",
+        normalized_scores=True,
+        defaults=MIXTRAL_DEFAULTS,
+    ),
+    "qwen2_moe": Architecture(
+        "Qwen2-MoE",
+        "Qwen2MoeForCausalLM",
+        windows="flagged",
+        qkv_bias=True,
+        experts="sparse",
+        defaults=QWEN2_MOE_DEFAULTS,
+    ),
+    "qwen3_moe": Architecture(
+        "Qwen3-MoE",
+        "Qwen3MoeForCausalLM",
+        windows="switched",
+        qkv_bias=None,
+        head_norms=True,
+        experts="sparse",
+        defaults=QWEN3_MOE_DEFAULTS,
     ),
     "mimo": Architecture("MiMo", "MiMoForCausalLM", windows="flagged", qkv_bias=True),  # Qwen2 with MTP modules
     "smollm3": Architecture(
@@ -204,6 +260,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         pre_norms=architecture.pre_norms,
         post_norms=architecture.post_norms,
         end_tokens=_end_tokens(config),
+        experts=_experts(fields, architecture, layers),
     )
 
 
@@ -233,14 +290,43 @@ def _cap(fields: ConfigFields, architecture: Architecture, name: str) -> float:
 
 
 def _refuse_unsupported(config: Mapping[str, Any], architecture: Architecture) -> None:
-    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
-        if config.get(name):
-            raise UserError(f"mixtures of experts (`{name}`) are not supported: pick a dense model")
+    for name in EXPERT_COUNTS:
+        if config.get(name) and architecture.experts == "none":
+            known = ", ".join(each.label for each in ARCHITECTURES.values() if each.experts != "none")
+            raise UserError(
+                f"mixtures of experts (`{name}`) are not supported in a model of {architecture.label}: pick one of "
+                f"{known}, or a dense model"
+            )
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if config.get(name) and not architecture.soft_caps:
             raise UserError(f"soft-capped logits (`{name}`) are supported in Gemma 2 alone: pick a model without them")
     if config.get("use_bidirectional_attention"):
         raise UserError("`use_bidirectional_attention` is not supported: pick a model that generates text")
+
+
+def _experts(fields: ConfigFields, architecture: Architecture, layers: int) -> Experts | None:
+    rule = architecture.experts
+    if rule == "none":
+        return None
+    name = next((name for name in EXPERT_COUNTS if fields.values.get(name)), EXPERT_COUNTS[0])
+    count, top_k = fields.count(name, most=MAX_EXPERTS), fields.count("num_experts_per_tok")
+    if top_k > count:
+        raise UserError(f"the model's configuration says `num_experts_per_tok` is {top_k}, but has {count} experts")
+    shared = "shared_expert_intermediate_size"
+    return Experts(
+        count=count,
+        top_k=top_k,
+        width=fields.count("intermediate_size" if rule == "all" else "moe_intermediate_size"),
+        shared_width=fields.count(shared) if fields.values.get(shared) else 0,
+        normalized=fields.flag("norm_topk_prob", architecture.normalized_scores),
+        layers=(True,) * layers if rule == "all" else _sparse_layers(fields, layers),
+    )
+
+
+def _sparse_layers(fields: ConfigFields, layers: int) -> tuple[bool, ...]:
+    """Return which layers of Qwen have experts: every `decoder_sparse_step`-th, without `mlp_only_layers`."""
+    dense, step = fields.items("mlp_only_layers") or [], fields.count("decoder_sparse_step", 1)
+    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
 
 
 def _activation(fields: ConfigFields) -> Activation:
@@ -254,10 +340,11 @@ def _layer_types(fields: ConfigFields, architecture: Architecture, layers: int) 
     """Return `sliding_attention` or `full_attention` for each layer."""
     values = fields.values
     rule = architecture.windows
-    windowed = values.get("sliding_window") is not None and (rule != "flagged" or fields.flag("use_sliding_window"))
+    flagged = rule not in ("flagged", "switched") or fields.flag("use_sliding_window")
+    windowed = values.get("sliding_window") is not None and flagged
     if rule == "none" or not windowed:
         return ["full_attention"] * layers
-    if rule == "every":
+    if rule in ("every", "switched"):
         return ["sliding_attention"] * layers
     kinds = fields.items("layer_types")
     if kinds is None and rule == "pattern":

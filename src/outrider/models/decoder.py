@@ -16,6 +16,7 @@ from ..kernels.quantization import FORMATS
 from ..types import Progress, unwatched
 from . import layers
 from .config import ModelConfig, read_config
+from .experts import moe
 from .layers import ModelCheckpoint, RopeTables, WeightReader
 from .lora import LoraLayers
 from .rope import rotary_order
@@ -54,11 +55,10 @@ class Model:
         for layer in range(config.layers):
             progress(layer + 1, parts, label)
             attention = layers.attention(config, reader, layer, rope_tables)
-            mlp = layers.mlp(config, reader, layer)
             if lora is not None:
                 order = rotary_order(config.ropes[layer], config.head_dim)
-                attention, mlp = lora.attention(layer, attention, order), lora.mlp(layer, mlp)
-            self.layers.append((ops.attention_layer(attention), ops.mlp_layer(mlp)))
+                attention = lora.attention(layer, attention, order)
+            self.layers.append((ops.attention_layer(attention), self._perceptron(reader, layer)))
             checkpoint.release()
         self._pages: Sequence[LayerPages] = ()
         self._stacks: dict[tuple[int, int], object] = {}
@@ -67,7 +67,16 @@ class Model:
             kinds = ", ".join(sorted(reader.stored_kinds))
             log.warning("`quantize=%s` has no effect on weights that are stored as %s: leave it out", quantize, kinds)
         progress(parts, parts, label)
-        self.weight_bytes = reader.weight_bytes  # of the weights that every step reads
+        self.weight_bytes = reader.weight_bytes  # of the weights that a step of one token reads
+        self.idle_bytes = reader.idle_bytes  # of the experts that it does not read
+
+    def _perceptron(self, reader: WeightReader, layer: int) -> object:
+        """Return the MLP of a layer, or its mixture of experts."""
+        experts = self.config.experts
+        if experts is not None and experts.layers[layer]:
+            return self.ops.moe_layer(moe(self.config, experts, reader, layer))
+        mlp = layers.mlp(self.config, reader, layer)
+        return self.ops.mlp_layer(mlp if self.lora is None else self.lora.mlp(layer, mlp))
 
     def forward(
         self, batch: Batch, pages: Sequence[LayerPages], aux_layers: Sequence[int] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -49,7 +49,8 @@ class WeightReader:
         self.checkpoint, self.ops, self.quantize = checkpoint, ops, quantize
         self.unread = set(checkpoint.names())
         self.stored_kinds: set[str] = set()  # of quantized matrices, on which `quantize` has no effect
-        self.weight_bytes = 0  # of the matrices read so far that every step reads, after quantization
+        self.weight_bytes = 0  # of the matrices read so far that a step of one token reads, after quantization
+        self.idle_bytes = 0  # of the experts that it does not read
 
     def has(self, name: str) -> bool:
         return name in self.unread
@@ -94,11 +95,26 @@ class WeightReader:
         self.weight_bytes += weight.data.nbytes
         return weight
 
+    def count_experts(self, weights: Sequence[Weight], used: int, count: int) -> None:
+        """Count the bytes of experts: a step of one token reads `used` of `count`."""
+        total = sum(weight.data.nbytes for weight in weights)
+        self.weight_bytes += total * used // count
+        self.idle_bytes += total - total * used // count
+
     def vector(self, name: str, length: int) -> Tensor:
         """Read a vector as float32 [length]: a copy, so that the file need not stay mapped for it."""
-        weight = self.stored(name, length)
+        return self.floats(name, length)
+
+    def row(self, name: str, length: int) -> Tensor:
+        """Read a vector that Hugging Face stores as a matrix of one row, and GGUF as a vector."""
+        is_matrix = self.has(name) and len(self.checkpoint.weight(name).shape) == 2
+        return self.floats(name, *((1, length) if is_matrix else (length,))).flatten()
+
+    def floats(self, name: str, *shape: int) -> Tensor:
+        """Read a tensor as float32, as `vector` does."""
+        weight = self.stored(name, *shape)
         if weight.kind not in FLOATS:
-            raise UserError(f"the tensor `{name}` is quantized as `{weight.kind}`: vectors must be floats")
+            raise UserError(f"the tensor `{name}` is quantized as `{weight.kind}`: expected floats")
         return self.ops.vector(weight.data.to(torch.float32, copy=True))
 
     def norm(self, name: str, length: int) -> Tensor:

@@ -34,6 +34,14 @@ LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 SANDWICH_NAMES = LAYER_NAMES | {
     "post_attention_norm": "post_attention_layernorm",
@@ -61,9 +69,13 @@ ARCHITECTURES = {
     "olmo2": GgufArchitecture("olmo2", "Olmo2ForCausalLM", names=SANDWICH_NAMES),
     "granite": GgufArchitecture("granite", "GraniteForCausalLM", interleaved=True),
     "gemma2": GgufArchitecture("gemma2", "Gemma2ForCausalLM", names=SANDWICH_NAMES),
+    "qwen2moe": GgufArchitecture("qwen2_moe", "Qwen2MoeForCausalLM"),
+    "qwen3moe": GgufArchitecture("qwen3_moe", "Qwen3MoeForCausalLM"),
     "gemma3": GgufArchitecture("gemma3_text", "Gemma3ForCausalLM", names=SANDWICH_NAMES),
 }
 MISTRAL = GgufArchitecture("mistral", "MistralForCausalLM", interleaved=True)
+MIXTRAL = GgufArchitecture("mixtral", "MixtralForCausalLM", interleaved=True)
+NORMALIZED_SCORES = {"mixtral": True, "qwen2_moe": False, "qwen3_moe": True}  # as llama.cpp has it: files do not say
 GEMMA_LOCAL_BASE = 10_000.0  # rope base of the sliding layers, which most files leave out
 GEMMA_PATTERN = 6  # every sixth layer has full attention
 GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}  # the only sizes whose attention scale does not follow from head_dim
@@ -145,8 +157,11 @@ class GgufFields:
             known = ", ".join(ARCHITECTURES)
             raise UserError(f"`{path}` has the architecture `{name}`, which Outrider cannot run: pick one of {known}")
         self.name = name
-        windowed = self.name == "llama" and bool(self.get("attention.sliding_window"))
-        self.architecture = MISTRAL if windowed else ARCHITECTURES[self.name]
+        self.architecture = ARCHITECTURES[self.name]
+        if self.name == "llama" and self.get("expert_count"):
+            self.architecture = MIXTRAL
+        elif self.name == "llama" and self.get("attention.sliding_window"):
+            self.architecture = MISTRAL
 
     def get(self, key: str) -> Any:
         return self.header.metadata.get(f"{self.name}.{key}")
@@ -175,6 +190,9 @@ class GgufFields:
         """Return the keys of config.json that Outrider wrote into the file."""
         metadata = self.header.metadata.items()
         return {key.removeprefix(OUTRIDER_PREFIX): value for key, value in metadata if key.startswith(OUTRIDER_PREFIX)}
+
+    def expert_tensor(self, layer: int, part: str) -> TensorInfo | None:
+        return self.tensors.get(f"blk.{layer}.ffn_{part}.weight")
 
     def layers(self) -> int:
         layers = self.count("block_count")
@@ -219,6 +237,8 @@ def translate(fields: GgufFields) -> dict[str, Any]:
         config |= gemma(fields, config)
     if fields.name == "granite":
         config |= {name: fields.real(key, 1.0) for key, name in GRANITE_KEYS.items() if fields.get(key) is not None}
+    if fields.get("expert_count"):
+        config |= experts(fields)
     if fields.name == "smollm3":
         layers = range(1, config["num_hidden_layers"] + 1)
         config["no_rope_layers"] = [int(layer % SMOLLM3_PATTERN != 0) for layer in layers]
@@ -245,6 +265,25 @@ def long_rope(fields: GgufFields, factors: Mapping[str, Stored]) -> dict[str, An
     if fields.get("rope.scaling.attn_factor") is not None:
         scaling["attention_factor"] = fields.real("rope.scaling.attn_factor", 1.0)
     return scaling
+
+
+def experts(fields: GgufFields) -> dict[str, Any]:
+    name = fields.architecture.model_type
+    if name not in NORMALIZED_SCORES:
+        raise UserError(
+            f"`{fields.path}` is a `{fields.name}` with experts: pick one of {', '.join(NORMALIZED_SCORES)}"
+        )
+    first = next((layer for layer in range(fields.layers()) if fields.expert_tensor(layer, "gate_exps")), 0)
+    config: dict[str, Any] = {
+        "num_experts": fields.count("expert_count"),
+        "num_experts_per_tok": fields.count("expert_used_count"),
+        "norm_topk_prob": NORMALIZED_SCORES[name],
+        "mlp_only_layers": [layer for layer in range(fields.layers()) if not fields.expert_tensor(layer, "gate_exps")],
+    }
+    for part, key in (("gate_exps", "moe_intermediate_size"), ("gate_shexp", "shared_expert_intermediate_size")):
+        if tensor := fields.expert_tensor(first, part):
+            config[key] = tensor.shape[-2] if len(tensor.shape) > 1 else 0
+    return config
 
 
 def gemma(fields: GgufFields, config: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from .hf_folder import normalize
 HEAD = "eagle3-"
 HOST = torch.device("cpu")
 NORMAL, UNUSED, BYTE = 1, 5, 6  # token types of GGUF
+EXPERT_COUNTS = ("num_experts", "num_local_experts")  # spellings of one key
 DRAFT_VOCABULARY = 32_000  # tokens, as in most published EAGLE-3 heads
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5}
@@ -47,6 +48,26 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         },
+        "tie_word_embeddings": False,
+    },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 40_960,
+        "rope_theta": 1_000_000.0,
         "tie_word_embeddings": False,
     },
     "smollm2-135m": {
@@ -88,6 +109,7 @@ class Traits:
     pre_norms: bool = True
     post_norms: bool = False
     fused: bool = False  # one matrix of queries, keys and values, and one of gate and up
+    expert_width: str = ""  # key of config.json: inner width of an expert
 
 
 KINDS = {
@@ -99,6 +121,9 @@ KINDS = {
     "phi3": Traits(fused=True),
     "olmo2": Traits(whole_norms=True, pre_norms=False, post_norms=True),
     "granite": Traits(),
+    "mixtral": Traits(expert_width="intermediate_size"),
+    "qwen2_moe": Traits(biases=("q_proj", "k_proj", "v_proj"), expert_width="moe_intermediate_size"),
+    "qwen3_moe": Traits(head_norms=True, expert_width="moe_intermediate_size"),
     "gemma2": Traits(post_norms=True),
     "gemma3_text": Traits(head_norms=True, post_norms=True),
 }
@@ -193,7 +218,8 @@ def tensor_shapes(source: str, config: Mapping[str, Any]) -> dict[str, tuple[int
     width, vocabulary = config["hidden_size"], config["vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, width)}
     for layer in range(config["num_hidden_layers"]):
-        shapes |= layer_shapes(config, KINDS[kind], f"model.layers.{layer}.")
+        traits = KINDS[kind] if has_experts(config, layer) else replace(KINDS[kind], expert_width="")
+        shapes |= layer_shapes(config, traits, f"model.layers.{layer}.")
     shapes["model.norm.weight"] = (width,)
     if not config.get("tie_word_embeddings", kind in ("gemma2", "gemma3_text", "smollm3")):
         shapes["lm_head.weight"] = (vocabulary, width)
@@ -210,6 +236,9 @@ def layer_shapes(config: Mapping[str, Any], traits: Traits, prefix: str) -> dict
         attention, mlp = {"qkv_proj": (queries + 2 * keys, width)}, {"gate_up_proj": (2 * inner, width)}
     attention["o_proj"], mlp["down_proj"] = (width, queries), (width, inner)
     found: dict[str, tuple[int, ...]] = {}
+    if traits.expert_width:
+        mlp = {}
+        found |= expert_shapes(config, traits.expert_width, f"{prefix}mlp.")
     for part, matrices in (("self_attn", attention), ("mlp", mlp)):
         stated = config.get("attention_bias" if part == "self_attn" else "mlp_bias")
         for name, shape in matrices.items():
@@ -229,16 +258,39 @@ def layer_shapes(config: Mapping[str, Any], traits: Traits, prefix: str) -> dict
     return found
 
 
+def expert_shapes(config: Mapping[str, Any], width_key: str, prefix: str) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a mixture of experts."""
+    width, inner = config["hidden_size"], config.get(width_key)
+    count = next((config[key] for key in EXPERT_COUNTS if config.get(key)), None)
+    if type(inner) is not int or type(count) is not int:
+        raise UserError(f"a mixture has {count!r} experts of width {inner!r}: state `num_experts` and `{width_key}`")
+    found: dict[str, tuple[int, ...]] = {
+        f"{prefix}gate.weight": (count, width),
+        f"{prefix}experts.gate_up_proj": (count, 2 * inner, width),
+        f"{prefix}experts.down_proj": (count, width, inner),
+    }
+    if shared := config.get("shared_expert_intermediate_size"):
+        module = prefix + "shared_expert"
+        found |= {f"{module}_gate.weight": (1, width), f"{module}.down_proj.weight": (width, shared)}
+        found |= {f"{module}.{part}_proj.weight": (shared, width) for part in ("gate", "up")}
+    return found
+
+
+def has_experts(config: Mapping[str, Any], layer: int) -> bool:
+    dense, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
+    return layer not in dense and (layer + 1) % step == 0
+
+
 def lazy_tensor(name: str, shape: tuple[int, ...], device: torch.device) -> RandomTensor:
     data = torch.empty(shape, dtype=torch.bfloat16, device="meta")
     return RandomTensor("bf16", shape, data, name=name, device=device)
 
 
 def random_tensor(name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Sample bf16 normals: matrices [N, K] preserve the scale of their input, norms are near 1, biases near 0."""
+    """Sample bf16 normals: matrices [..., N, K] preserve the scale of their input, norms are near 1, biases near 0."""
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
     tensor = torch.empty(shape, dtype=torch.bfloat16, device=device)
-    deviation = shape[1] ** -0.5 if len(shape) == 2 else 0.1
+    deviation = shape[-1] ** -0.5 if len(shape) > 1 else 0.1
     return tensor.normal_(float("norm" in name), deviation, generator=generator)
 
 

@@ -21,6 +21,7 @@ from ..structures import (
     LogitsProcessors,
     MlpLora,
     MlpWeights,
+    MoeWeights,
     SamplingMetadata,
     Weight,
 )
@@ -183,6 +184,36 @@ def mlp_weights(random: Generator, kind: str, shape: Shape, activation: str, opt
         activation="silu" if activation == "silu" else "gelu_tanh",
         eps=1e-6,
         **_vectors(random, sizes, options),
+    )
+
+
+def moe_weights(
+    random: Generator,
+    kind: str,
+    shape: Shape,
+    experts: int,
+    top_k: int,
+    activation: str = "silu",
+    options: Sequence[str] = (),
+) -> MoeWeights:
+    """`options` names what is present: norm, post_norm, router_bias, gate_bias, ..., shared, normalized."""
+    each = [mlp_weights(random, kind, shape, activation) for _ in range(experts)]
+    sizes: dict[str, tuple[int, ...]] = {"norm": (shape.width,), "post_norm": (shape.width,), "router_bias": (experts,)}
+    sizes |= {"gate_bias": (experts, shape.inner), "up_bias": (experts, shape.inner)}
+    sizes |= {"down_bias": (experts, shape.width)}
+    shared = "shared" in options
+    return MoeWeights(
+        router=normal(random, experts, shape.width) / math.sqrt(shape.width),
+        gate=tuple(one.gate for one in each),
+        up=tuple(one.up for one in each),
+        down=tuple(one.down for one in each),
+        top_k=top_k,
+        normalized="normalized" in options,
+        activation=each[0].activation,
+        eps=1e-5,
+        shared=mlp_weights(random, kind, replace(shape, inner=2 * shape.inner), activation) if shared else None,
+        shared_gate=normal(random, shape.width) / math.sqrt(shape.width) if shared else None,
+        **{name: normal(random, *size) for name, size in sizes.items() if name in options},
     )
 
 

@@ -16,6 +16,8 @@ from .inputs import BIASES, HEAD_NORMS, MODEL, SMALL, Shape
 
 # Rows of (tokens in the cache, tokens in this step): decoding, a chunk, a fresh prompt, several pages.
 MIXED = ((0, 1), (5, 3), (0, 19), (33, 1), (47, 2))
+EXPERT = Shape(inner=256)
+WIDE_EXPERT = Shape(width=1024, inner=384)
 LONG = ((700, 1), (255, 1), (256, 3), (511, 2), (40, 1))
 
 
@@ -192,13 +194,41 @@ def mlp(
     return Case(op, name, tokens, TOLERANCE[kind], build, size, timed)
 
 
+def moe(
+    kind: str,
+    options: Sequence[str] = ("norm", "normalized"),
+    tokens: int = 5,
+    experts: int = 8,
+    top_k: int = 3,
+    activation: str = "silu",
+    shape: Shape = EXPERT,
+    timed: bool = False,
+    op: str = "moe",
+) -> Case:
+    def build(ops: Kernels, seed: int) -> Run:
+        random = make.generator(seed)
+        layer = ops.moe_layer(make.moe_weights(random, kind, shape, experts, top_k, activation, options))
+        x = make.normal(random, tokens, shape.width)  # [T, E]
+
+        def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
+            out = pick(x, items)
+            ops.moe(out, layer)
+            return (out,)
+
+        return run
+
+    one = 2 * shape.inner * row_bytes(kind, shape.width) + shape.width * row_bytes(kind, shape.inner)
+    name = " ".join([kind, activation, f"{tokens}x{shape.width}x{shape.inner}", f"{top_k} of {experts}", *options])
+    return Case(op, name, tokens, 2 * TOLERANCE[kind], build, min(top_k * tokens, experts) * one, timed)
+
+
 def layer_stack(op: str, lora: bool = False) -> Case:
-    """Run two layers in one call, so that the second reads the output of the first."""
+    """Run layers with MLPs and with experts in one call, so that each reads the output of the one before."""
     shape, rows = SMALL, ((0, 1), (20, 1), (7, 1), (33, 1))  # single tokens: each can be run without the others
 
     def build(ops: Kernels, seed: int) -> Run:
         random = make.generator(seed)
-        layers = []
+        layers: list[tuple[object, object]] = []
         for _ in range(2):
             attention = make.attention_weights(random, "f32", shape, ["norm", "rotary"])
             perceptron = make.mlp_weights(random, "f32", shape, "silu", ["norm"])
@@ -206,6 +236,9 @@ def layer_stack(op: str, lora: bool = False) -> Case:
                 attention = make.with_attention_lora(random, ops, attention)
                 perceptron = make.with_mlp_lora(random, ops, perceptron)
             layers.append((ops.attention_layer(attention), ops.mlp_layer(perceptron)))
+        attention = make.attention_weights(random, "f32", shape, ["norm", "rotary"])
+        mixture = make.moe_weights(random, "f32", EXPERT, 4, 2, options=["norm"])
+        layers.append((ops.attention_layer(attention), ops.moe_layer(mixture)))
         batch = make.random_batch(random, rows)
         if lora:
             batch = replace(batch, adapters=torch.tensor([3, -1, 0, 1], dtype=torch.int32))
@@ -221,7 +254,7 @@ def layer_stack(op: str, lora: bool = False) -> Case:
 
         return run
 
-    return Case(op, "two layers" + ", adapters" * lora, sum(count for _, count in rows), TOLERANCE["f32"], build)
+    return Case(op, "three layers" + ", adapters" * lora, sum(count for _, count in rows), 2 * TOLERANCE["f32"], build)
 
 
 EVERYTHING = ("norm", "post_norm", "output_bias", "rotary", *BIASES, *HEAD_NORMS)
@@ -283,6 +316,14 @@ def _all() -> list[Case]:
         mlp("bf16", "silu", ["norm", "gate_bias", "up_bias", "down_bias", "post_norm"], tokens=17, op="mlp_layer"),
         mlp("q4_1", "silu", tokens=1, shape=MODEL, timed=True),
         mlp("q4_1", "silu", tokens=16, shape=MODEL, timed=True),
+        *[moe(kind) for kind in FORMATS],
+        moe("f32", [], tokens=1),
+        moe("f32", ["norm", "shared"], activation="gelu_tanh"),
+        moe("q4_0", ["norm", "post_norm", "normalized", "shared"], tokens=40),
+        moe("q8_0", ["norm", "router_bias", "gate_bias", "up_bias", "down_bias"], tokens=17, op="moe_layer"),
+        moe("bf16", tokens=40, experts=3, top_k=3, shape=Shape(width=96, inner=80)),
+        moe("q4_1", tokens=1, experts=64, top_k=8, shape=WIDE_EXPERT, timed=True),
+        moe("q4_1", tokens=5, experts=64, top_k=8, shape=WIDE_EXPERT, timed=True),
         vector(),
         layer_stack("layer_stack"),
         layer_stack("run_layers"),

@@ -20,6 +20,8 @@ from .layers import lora_slots as lora_slots
 from .layers import matrix as matrix
 from .layers import mlp as mlp
 from .layers import mlp_layer as mlp_layer
+from .layers import moe as moe
+from .layers import moe_layer as moe_layer
 from .layers import norm_linear as norm_linear
 from .layers import project_kv as project_kv
 from .layers import project_qkv as project_qkv

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..quantization import FORMATS, row_bytes
-from ..structures import AttentionWeights, Batch, LayerPages, MlpWeights, Weight
+from ..structures import AttentionWeights, Batch, LayerPages, MlpWeights, MoeWeights, Weight
 from . import _native
 from .runtime import FLOAT, address, floats, integers
 
@@ -40,6 +40,13 @@ class MlpLayer:
     native: _native.Mlp
     width: int  # E
     alive: tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MoeLayer:
+    native: _native.Moe
+    width: int  # E
+    alive: tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +139,30 @@ def mlp_layer(weights: MlpWeights, fast_activations: bool = False) -> MlpLayer:
     return MlpLayer(native, width, tuple(vectors.values()))
 
 
+def moe_layer(weights: MoeWeights, fast_activations: bool = False) -> MoeLayer:
+    count, width = weights.router.shape
+    router = weights.router.to(torch.float32)
+    experts = [mlp_layer(weights.expert(index), fast_activations) for index in range(count)]
+    if weights.shared is not None and weights.shared_gate is not None:  # its gate is one more row of the router
+        router = torch.cat([router, weights.shared_gate.to(torch.float32)[None]])
+        experts.append(mlp_layer(weights.shared, fast_activations))
+    vectors = {
+        "norm": _vector("norm", weights.norm, width),
+        "post_norm": _vector("post_norm", weights.post_norm, width),
+        "router_bias": _vector("router_bias", weights.router_bias, count),
+    }
+    native = _native.Moe(
+        router=matrix(Weight("f32", tuple(router.shape), router)),
+        experts=[expert.native for expert in experts],
+        count=count,
+        top_k=weights.top_k,
+        normalized=weights.normalized,
+        eps=weights.eps,
+        **_addresses(vectors),
+    )
+    return MoeLayer(native, width, (tuple(experts), *vectors.values()))
+
+
 def lora_slots(slots: int, rank: int, shape: tuple[int, int]) -> _native.LoraSlots:
     return _native.LoraSlots(slots, *shape)  # an adapter takes the memory of its own rank
 
@@ -204,7 +235,11 @@ def mlp(x: Tensor, layer: MlpLayer, adapters: Tensor | None = None) -> None:
     _native.mlp(layer.native, floats(x, tokens, layer.width), tokens, slots)
 
 
-def layer_stack(layers: Sequence[tuple[AttentionLayer, MlpLayer]], pages: Sequence[LayerPages]) -> Stack:
+def moe(x: Tensor, layer: MoeLayer) -> None:
+    _native.moe(layer.native, floats(x, x.shape[0], layer.width), x.shape[0])
+
+
+def layer_stack(layers: Sequence[tuple[AttentionLayer, MlpLayer | MoeLayer]], pages: Sequence[LayerPages]) -> Stack:
     stack_pages = [pages_of(attention, layer_pages) for (attention, _), layer_pages in zip(layers, pages, strict=True)]
     attentions, mlps = [attention.native for attention, _ in layers], [mlp.native for _, mlp in layers]
     widths = {layer.width for pair in layers for layer in pair} | {attention.input_width for attention, _ in layers}

@@ -26,6 +26,8 @@ from .lora import set_lora as set_lora
 from .matmul import linear as linear
 from .matmul import norm_linear as norm_linear
 from .matrices import matrix as matrix
+from .moe import moe as moe
+from .moe import moe_layer as moe_layer
 from .paged_attention import copy_kv as copy_kv
 from .pointwise import embed as embed
 from .pointwise import rms_norm as rms_norm

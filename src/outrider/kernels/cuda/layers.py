@@ -13,6 +13,7 @@ from .device import DEVICE, on_device
 from .lora import LoraSlots, add_lora
 from .matmul import gated_matmul, matmul
 from .matrices import Matrix, matrix, pack, rows
+from .moe import MoeLayer, moe
 from .paged_attention import Heads, paged_attention
 from .pointwise import add_normed, norm_columns, rms_norm
 from .rope import RopeWeights, rotate_and_store
@@ -219,10 +220,12 @@ def mlp(x: Tensor, layer: MlpLayer, adapters: Tensor | None = None) -> None:
     _add_back(inner, layer.down, layer.down_bias, layer.down_lora, adapters, layer.post_norm, layer.eps, x)
 
 
-StackedLayer = tuple[AttentionLayer, MlpLayer, LayerPages]
+StackedLayer = tuple[AttentionLayer, MlpLayer | MoeLayer, LayerPages]
 
 
-def layer_stack(layers: Sequence[tuple[AttentionLayer, MlpLayer]], pages: Sequence[LayerPages]) -> list[StackedLayer]:
+def layer_stack(
+    layers: Sequence[tuple[AttentionLayer, MlpLayer | MoeLayer]], pages: Sequence[LayerPages]
+) -> list[StackedLayer]:
     widths = {width for layer, _ in layers for width in (layer.qkv.shape[1], layer.output.shape[0])}
     if len(widths) > 1:
         raise ValueError(f"the layers of a stack have different widths: {sorted(widths)}")
@@ -232,4 +235,7 @@ def layer_stack(layers: Sequence[tuple[AttentionLayer, MlpLayer]], pages: Sequen
 def run_layers(x: Tensor, layer_stack: list[StackedLayer], batch: Batch) -> None:
     for layer, perceptron, pages in layer_stack:
         attention(x, layer, batch, pages)
-        mlp(x, perceptron, batch.adapters)
+        if isinstance(perceptron, MoeLayer):
+            moe(x, perceptron)
+        else:
+            mlp(x, perceptron, batch.adapters)

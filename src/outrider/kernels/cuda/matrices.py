@@ -46,11 +46,11 @@ def matrix(weight: Weight, *, batch_invariant: bool = False) -> Matrix:
     return pack([weight], batch_invariant)
 
 
-def pack(weights: Sequence[Weight], batch_invariant: bool = False) -> Matrix:
-    """Stack matrices with equal row length."""
+def pack(weights: Sequence[Weight], batch_invariant: bool = False, expand: bool = True) -> Matrix:
+    """Stack matrices with equal row length. `expand`: store short rows of quantized blocks as bf16."""
     assert len({weight.shape[1] for weight in weights}) == 1, [weight.shape for weight in weights]
     integers = all(FORMATS[weight.kind].quantized and weight.kind != "fp8" for weight in weights)
-    if not integers or weights[0].shape[1] <= EXPANDED:
+    if not integers or (expand and weights[0].shape[1] <= EXPANDED):
         return _floats(weights, batch_invariant)
     if all(weight.kind in FOUR_BITS for weight in weights):
         return _grouped(weights, "int4", batch_invariant)

@@ -11,7 +11,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from ..quantization import dequantize
-from ..structures import AttentionLora, AttentionWeights, Batch, LayerPages, MlpLora, MlpWeights, Weight
+from ..structures import AttentionLora, AttentionWeights, Batch, LayerPages, MlpLora, MlpWeights, MoeWeights, Weight
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,19 @@ class MlpLayer:
 
 
 @dataclass(frozen=True)
+class MoeLayer:
+    weights: MoeWeights
+    experts: list[MlpLayer]
+    shared: MlpLayer | None
+
+
+@dataclass(frozen=True)
 class LoraSlots:
     shape: tuple[int, int]
     pairs: list[tuple[Tensor, Tensor] | None]  # [R, K] and [N, R] of each slot; None: empty
 
 
-StackedLayer = tuple[AttentionLayer, MlpLayer, LayerPages]
+StackedLayer = tuple[AttentionLayer, MlpLayer | MoeLayer, LayerPages]
 NO_LORA = AttentionLora(None, None, None, None)
 NO_MLP_LORA = MlpLora(None, None, None)
 
@@ -58,6 +65,11 @@ def attention_layer(weights: AttentionWeights) -> AttentionLayer:
 
 def mlp_layer(weights: MlpWeights) -> MlpLayer:
     return MlpLayer(weights, matrix(weights.gate), matrix(weights.up), matrix(weights.down))
+
+
+def moe_layer(weights: MoeWeights) -> MoeLayer:
+    experts = [mlp_layer(weights.expert(index)) for index in range(len(weights.gate))]
+    return MoeLayer(weights, experts, None if weights.shared is None else mlp_layer(weights.shared))
 
 
 def lora_slots(slots: int, rank: int, shape: tuple[int, int]) -> LoraSlots:
@@ -138,16 +150,44 @@ def attend(q: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages, x:
 
 def mlp(x: Tensor, layer: MlpLayer, adapters: Tensor | None = None) -> None:
     weights = layer.weights
-    lora = weights.lora or NO_MLP_LORA
-    states = _optional_norm(x, weights.norm, weights.eps)  # [T, E]
-    gate = _affine(states, layer.gate, weights.gate_bias, lora.gate, adapters)  # [T, N]
-    up = _affine(states, layer.up, weights.up_bias, lora.up, adapters)
-    active = _row_by_row(gate, functional.silu if weights.activation == "silu" else _tanh_gelu)
-    out = _affine(active * up, layer.down, weights.down_bias, lora.down, adapters)  # [T, E]
+    out = _gated(_optional_norm(x, weights.norm, weights.eps), layer, adapters)  # [T, E]
     x += _optional_norm(out, weights.post_norm, weights.eps)
 
 
-def layer_stack(layers: Sequence[tuple[AttentionLayer, MlpLayer]], pages: Sequence[LayerPages]) -> list[StackedLayer]:
+def _gated(states: Tensor, layer: MlpLayer, adapters: Tensor | None = None) -> Tensor:
+    weights = layer.weights
+    lora = weights.lora or NO_MLP_LORA
+    gate = _affine(states, layer.gate, weights.gate_bias, lora.gate, adapters)  # [T, N]
+    up = _affine(states, layer.up, weights.up_bias, lora.up, adapters)
+    active = _row_by_row(gate, functional.silu if weights.activation == "silu" else _tanh_gelu)
+    return _affine(active * up, layer.down, weights.down_bias, lora.down, adapters)  # [T, E]
+
+
+def moe(x: Tensor, layer: MoeLayer) -> None:
+    weights = layer.weights
+    states = _optional_norm(x, weights.norm, weights.eps)  # [T, E]
+    out = torch.zeros_like(x)
+    for row, total in zip(torch.split(states, 1), torch.split(out, 1), strict=True):  # [1, E]
+        for expert, score in route(row, weights):
+            total += score * _gated(row, layer.experts[expert])
+        if layer.shared is not None and weights.shared_gate is not None:
+            total += torch.sigmoid(linear(row, weights.shared_gate[None])) * _gated(row, layer.shared)
+    x += _optional_norm(out, weights.post_norm, weights.eps)
+
+
+def route(state: Tensor, weights: MoeWeights) -> list[tuple[int, float]]:
+    """Return the experts of one token [1, E], the best first, with their scores."""
+    logits = _affine(state, weights.router, weights.router_bias)[0]  # [X]
+    chosen = torch.argsort(logits, descending=True, stable=True)[: weights.top_k]
+    scores = torch.softmax(logits, 0)[chosen]  # [top_k]
+    if weights.normalized:
+        scores = scores / scores.sum()
+    return list(zip(chosen.tolist(), scores.tolist(), strict=True))
+
+
+def layer_stack(
+    layers: Sequence[tuple[AttentionLayer, MlpLayer | MoeLayer]], pages: Sequence[LayerPages]
+) -> list[StackedLayer]:
     widths = {
         matrix.shape[side] for attention, _ in layers for matrix, side in ((attention.query, 1), (attention.output, 0))
     }
@@ -157,10 +197,13 @@ def layer_stack(layers: Sequence[tuple[AttentionLayer, MlpLayer]], pages: Sequen
 
 
 def run_layers(x: Tensor, layer_stack: list[StackedLayer], batch: Batch) -> None:
-    for attention, mlp_weights, pages in layer_stack:
+    for attention, perceptron, pages in layer_stack:
         queries = project_qkv(x, attention, batch, pages)  # [T, H * D]
         attend(queries, attention, batch, pages, x)
-        mlp(x, mlp_weights, batch.adapters)
+        if isinstance(perceptron, MoeLayer):
+            moe(x, perceptron)
+        else:
+            mlp(x, perceptron, batch.adapters)
 
 
 def _row_by_row(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:

@@ -1,0 +1,86 @@
+"""Build a mixture of experts from the tensors of a checkpoint.
+
+Checkpoints store experts in three ways: one matrix for each, `gate_up_proj` [X, 2 * N, E] and `down_proj` [X, E, N] of
+all (newer transformers), or `gate_proj`, `up_proj` and `down_proj` of all (GGUF). Letter X: experts.
+"""
+
+from __future__ import annotations
+
+from ..kernels import MlpWeights, MoeWeights, Weight
+from .config import Experts, ModelConfig
+from .layers import WeightReader
+
+MODULES = ("mlp", "block_sparse_moe")  # the second in Mixtral's own checkpoints
+MATRICES = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}  # the second of Mixtral
+
+
+def moe(config: ModelConfig, experts: Experts, reader: WeightReader, layer: int) -> MoeWeights:
+    """Read the mixture of experts of a layer."""
+    prefix = f"model.layers.{layer}."
+    module = next((name for name in MODULES if reader.has(f"{prefix}{name}.gate.weight")), MODULES[0])
+    module = f"{prefix}{module}."
+    width, inner, shared = config.width, experts.width, experts.shared_width
+    # Never quantized: rounding would change the chosen experts.
+    router = reader.floats(module + "gate.weight", experts.count, width)
+    gate, up = _gates(reader, module, experts, width)
+    return MoeWeights(
+        router=router,
+        gate=gate,
+        up=up,
+        down=_matrices(reader, module, "down", experts, width, inner),
+        top_k=experts.top_k,
+        normalized=experts.normalized,
+        activation=config.activation,
+        eps=config.stream_eps,
+        norm=reader.norm(prefix + "post_attention_layernorm.weight", width),
+        shared=_shared(config, reader, module + "shared_expert.", shared) if shared else None,
+        shared_gate=reader.row(module + "shared_expert_gate.weight", width) if shared else None,
+    )
+
+
+def _shared(config: ModelConfig, reader: WeightReader, module: str, inner: int) -> MlpWeights:
+    return MlpWeights(
+        gate=reader.matrix(module + "gate_proj.weight", inner, config.width),
+        up=reader.matrix(module + "up_proj.weight", inner, config.width),
+        down=reader.matrix(module + "down_proj.weight", config.width, inner),
+        activation=config.activation,
+        eps=config.stream_eps,
+    )
+
+
+def _gates(
+    reader: WeightReader, module: str, experts: Experts, width: int
+) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
+    """Read the gate and up matrices of all experts."""
+    joined = module + "experts.gate_up_proj"
+    if not reader.has(joined):
+        gate = _matrices(reader, module, "gate", experts, experts.width, width)
+        return gate, _matrices(reader, module, "up", experts, experts.width, width)
+    both = split(reader.stored(joined, experts.count, 2 * experts.width, width), 2 * experts.count)
+    parts = tuple(reader.quantized(part, fine=False) for part in both)
+    reader.count_experts(parts, experts.top_k, experts.count)
+    return parts[::2], parts[1::2]
+
+
+def _matrices(
+    reader: WeightReader, module: str, part: str, experts: Experts, rows: int, columns: int
+) -> tuple[Weight, ...]:
+    """Read one matrix [rows, columns] of each expert."""
+    merged = [f"{module}experts.{MATRICES[part][0]}{suffix}" for suffix in ("", ".weight")]
+    name = next((name for name in merged if reader.has(name)), None)
+    if name is not None:
+        found = split(reader.stored(name, experts.count, rows, columns), experts.count)
+    else:
+        leaf = next((leaf for leaf in MATRICES[part] if reader.has(f"{module}experts.0.{leaf}.weight")), None)
+        leaf = leaf or MATRICES[part][0]
+        names = [f"{module}experts.{expert}.{leaf}.weight" for expert in range(experts.count)]
+        found = [reader.stored(name, rows, columns) for name in names]
+    parts = tuple(reader.quantized(weight, fine=False) for weight in found)
+    reader.count_experts(parts, experts.top_k, experts.count)
+    return parts
+
+
+def split(merged: Weight, count: int) -> list[Weight]:
+    """Cut a tensor [..., rows, columns] into `count` matrices [rows of one, columns], in the order of its rows."""
+    rows = merged.data.reshape(count, -1, merged.data.shape[-1])  # floats, or blocks of bytes
+    return [Weight(merged.kind, (rows.shape[1], merged.shape[-1]), part) for part in rows]
