@@ -16,7 +16,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 from triton.language.extra import cuda
+
+from ..compilations import COMPILATIONS
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -25,6 +28,21 @@ _SUPPORTED = not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_de
 PDL_ENABLED: tl.constexpr = tl.constexpr(_SUPPORTED)
 LAUNCH: dict[str, bool] = {"launch_pdl": True} if _SUPPORTED else {}
 LANES: tl.constexpr = tl.constexpr(128)
+
+
+def _count_compilations() -> None:
+    """Have Triton report each kernel that it compiles, or loads from its cache on disk."""
+    earlier = knobs.compilation.listener
+
+    def count(**report: Any) -> None:
+        COMPILATIONS.add(report["src"].name, report["cache_hit"])
+        if earlier is not None:
+            earlier(**report)
+
+    knobs.compilation.listener = count
+
+
+_count_compilations()
 
 
 def vector(values: Tensor) -> Tensor:

@@ -274,7 +274,10 @@ def next_slots(
     return out[0], out[1]
 
 
-@triton.jit(do_not_specialize=["table_stride", "pages", "limit", "total"])
+@triton.jit(
+    do_not_specialize=["table_stride", "pages", "limit", "total", "count"],
+    do_not_specialize_on_alignment=["positions", "page_tables", "out"],
+)
 def _next_slots(positions, page_tables, table_stride, pages, page_size, limit, count, out, total, chunk: tl.constexpr):
     wait()
     output = tl.program_id(0) * chunk + tl.arange(0, chunk)

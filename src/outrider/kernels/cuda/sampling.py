@@ -117,7 +117,21 @@ def merge(
     )
 
 
-@triton.jit(do_not_specialize=["noise_stream"])
+@triton.jit(
+    do_not_specialize=["noise_stream"],
+    do_not_specialize_on_alignment=[
+        "temperature",
+        "seeds",
+        "positions",
+        "epochs",
+        "thresholds",
+        "last_ids",
+        "keys",
+        "tokens",
+        "maxima",
+        "exp_sums",
+    ],
+)
 def _best(
     logits,
     stride,
@@ -203,7 +217,7 @@ def logprob_of(logit, temp, largest, size):
     return tl.where(usable, away, -float("inf")).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature", "keys", "tokens", "maxima", "exp_sums", "out", "logprobs"])
 def _merge(
     logits,
     stride,
@@ -363,7 +377,7 @@ def _process(
         at += block
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _mask(logits, stride, rows, vocabulary, masks, words, row_ids, block: tl.constexpr):
     mask = tl.program_id(0).to(tl.int64)
     row = tl.load(row_ids + mask).to(tl.int64)
@@ -381,7 +395,7 @@ def _entries(tokens, entry, end, vocabulary):
     return token, (token >= 0) & (token < vocabulary)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["chosen", "keys", "tokens", "maxima", "exp_sums", "larger"])
 def _best_and_rank(
     logits,
     stride,
@@ -405,7 +419,7 @@ def _best_and_rank(
     tl.store(larger + at, tl.sum((logit > taken).to(tl.int32), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tokens", "maxima", "exp_sums", "larger", "chosen", "rank"])
 def _rank(
     logits,
     stride,

@@ -74,7 +74,7 @@ def key_float(key):
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature", "top_k", "top_p", "min_p", "thresholds", "last_ids"])
 def _find_thresholds(
     logits,
     stride,

@@ -56,7 +56,27 @@ def expand_sampling(sampling: SamplingMetadata, drafts: VerifyInputs) -> Samplin
     return wide
 
 
-@triton.jit(do_not_specialize=["requests", "rows"])
+@triton.jit(
+    do_not_specialize=["requests", "rows"],
+    do_not_specialize_on_alignment=[
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "seeds",
+        "positions",
+        "epochs",
+        "starts",
+        "parents",
+        "wide_temperature",
+        "wide_top_k",
+        "wide_top_p",
+        "wide_min_p",
+        "wide_seeds",
+        "wide_positions",
+        "wide_epochs",
+    ],
+)
 def _expand(
     temperature,
     top_k,
@@ -157,7 +177,22 @@ def padded_rows(drafts: VerifyInputs) -> int:
     return max(int(triton.next_power_of_2(drafts.width + 1)), 2)
 
 
-@triton.jit(do_not_specialize=["columns"])
+@triton.jit(
+    do_not_specialize=["columns"],
+    do_not_specialize_on_alignment=[
+        "sampled",
+        "starts",
+        "tokens",
+        "parents",
+        "rates",
+        "seeds",
+        "positions",
+        "epochs",
+        "accepted_tokens",
+        "accepted_rows",
+        "counts",
+    ],
+)
 def _follow_tree(
     sampled,
     starts,
