@@ -162,6 +162,7 @@ class Scheduler:
             self._admit(step)
             self._blocked = len(self._waiting)
         self._admitted = waiting - len(self._waiting)
+        self._reserve_for_drafts(step)
         self._scheduled = step.rows
         self._check_progress(step)
         if not step.rows:
@@ -293,6 +294,16 @@ class Scheduler:
             if request.draft is not None:
                 allowance -= count
                 step.put(replace(row, draft=request.draft))
+
+    def _reserve_for_drafts(self, step: _StepBuilder) -> None:
+        """Allocate the pages that drafters write after prompts that end in this step, if there are free ones.
+
+        Without them the first token of an answer has no draft, and a step with the host follows.
+        """
+        for request, row in step.rows.items():
+            if request.lookahead and row.sample and row.draft is None:
+                ahead = min(len(row.tokens) + 1 + request.lookahead, request.max_length - request.computed)
+                request.pages += self.cache.allocate(self._missing_pages(request, ahead)) or []
 
     def _allocate_decode_steps(self, rows: dict[Request, Row], most: int) -> int:
         """Allocate pages for a multi-step run and return its decode steps; 1 if rows or pages do not allow one."""
