@@ -20,6 +20,7 @@ from outrider.server.admission import Admission
 from outrider.server.metrics import Metrics
 from outrider.server.options import ServerOptions
 from outrider.types import SpecStats
+from outrider.warm_up import LateWork
 from pages import write_or_check
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
@@ -103,6 +104,7 @@ def metrics() -> list[Metric]:
         parents={},
         times=SimpleNamespace(steps=0, seconds=0.0),
         runner=SimpleNamespace(multi_step=SimpleNamespace(busy=0.0)),
+        late_work=SimpleNamespace(read=LateWork),
     )
     load = SimpleNamespace(running=0, waiting=0, pages_used=0, pages=1)
     llm: Any = SimpleNamespace(

@@ -31,6 +31,7 @@ from .speculation.manager import SpeculationManager
 from .structured_output.compiler import Compiler
 from .tokenizer import Tokenizer
 from .types import FinishReason, Output, Progress, SamplingParams, unwatched
+from .warm_up import LateWorkCounter, WarmUp
 from .weights import open_checkpoint
 from .weights.lora import read_lora
 
@@ -83,9 +84,12 @@ class Engine:
             self.resolved.decode_steps,
             self.adapters,
         )
-        if speculation.method and speculation.adaptive:
-            with single_threaded_torch(backend):
+        with single_threaded_torch(backend):
+            if self.device.defaults.warms_up:
+                WarmUp(self.runner, self.resolved).run()
+            if speculation.method and speculation.adaptive:
                 self.runner.warm_up(speculation.method, self.resolved.decode_steps)
+        self.late_work = LateWorkCounter(graphs)
         progress(2, 2, "warming up")
         self.input_processor = InputProcessor(
             self.resolved,

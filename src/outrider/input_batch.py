@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .cache.pages import slots_of
 from .device import Buffer, Device
-from .device.graphs import padded
+from .device.graphs import padded_pages, padded_rows, padded_tokens
 from .kernels import Batch
 from .request import Request, Row
 
@@ -60,60 +60,72 @@ class BatchBuilder:
         widest = max(map(len, self.tables))
         return Shape(len(self.tokens), len(self.tables), widest, bool(self.parents), bool(self.adapters))
 
-    def pack(self, shape: Shape) -> list[int]:
-        """Return all tensors in one list, each padded to `shape`.
+    def pack(self, shape: Shape, alignment: int = 1) -> list[int]:
+        """Return all tensors in one list, each padded to `shape` and to a multiple of `alignment`.
 
         Tokens and positions are padded with 0, slots and adapters with -1 (none), starts with the last end: so rows
         without tokens come last.
         """
         count, rows, width, is_tree, has_adapters = shape
         spare, unused = [0] * (count - len(self.tokens)), [-1] * (count - len(self.tokens))
-        packed = self.tokens + spare + self.positions + spare + self.slots + unused
-        packed += self.starts + [self.starts[-1]] * (rows + 1 - len(self.starts))
+        gap, row_gap = [0] * (-count % alignment), [0] * (-(rows + 1) % alignment)
+        packed = self.tokens + spare + gap + self.positions + spare + gap + self.slots + unused + gap
+        packed += self.starts + [self.starts[-1]] * (rows + 1 - len(self.starts)) + row_gap
         for pages in self.tables:
             packed += pages
             packed += [0] * (width - len(pages))
-        packed += [0] * (width * (rows - len(self.tables)))
+        packed += [0] * (width * (rows - len(self.tables)) + -(rows * width) % alignment)
         if is_tree:
-            packed += self.parents + unused
-        return packed + self.adapters + unused if has_adapters else packed
+            packed += self.parents + unused + gap
+        return packed + self.adapters + unused + gap if has_adapters else packed
 
     def upload(self, device: Device, *indices: list[int]) -> tuple[Batch, list[Tensor]]:
         """Upload the batch and lists of indices together: a second upload would cost more than its data."""
-        shape = self.shape
-        packed = self.pack(shape)
+        shape, alignment = self.shape, device.alignment
+        packed, lengths = self.pack(shape, alignment), sizes(shape, alignment)
         for values in indices:
             packed += values
-        tensors = torch.split(device.upload(packed, torch.int32), [*sizes(shape), *(len(values) for values in indices)])
-        return as_batch(shape, tensors[:7]), list(tensors[7:])
+            lengths.append(len(values))
+            if alignment > 1:
+                packed += [0] * (-len(values) % alignment)
+                lengths[-1] += -len(values) % alignment
+        tensors = torch.split(device.upload(packed, torch.int32), lengths)
+        chosen = list(tensors[7:])
+        if alignment > 1:
+            chosen = [tensor[: len(values)] for tensor, values in zip(chosen, indices, strict=True)]
+        return as_batch(shape, tensors[:7], alignment), chosen
 
 
-def sizes(shape: Shape) -> list[int]:
+def sizes(shape: Shape, alignment: int = 1) -> list[int]:
     """Return the sizes of the tensors of a batch, in the order of `BatchBuilder.pack`."""
     tokens, rows, width, is_tree, has_adapters = shape
-    optional = [tokens if is_tree else 0, tokens if has_adapters else 0]
-    return [tokens, tokens, tokens, rows + 1, rows * width, *optional]
+    optional = tokens if is_tree else 0, tokens if has_adapters else 0
+    lengths = tokens, tokens, tokens, rows + 1, rows * width, *optional
+    return [-(-length // alignment) * alignment for length in lengths]
 
 
-def as_batch(shape: Shape, tensors: Sequence[Tensor]) -> Batch:
+def as_batch(shape: Shape, tensors: Sequence[Tensor], alignment: int = 1) -> Batch:
     """Return a batch of tensors in the order of `sizes`."""
     _, rows, width, is_tree, has_adapters = shape
+    if alignment > 1:
+        tensors = [tensor[:size] for tensor, size in zip(tensors, sizes(shape), strict=True)]
     tokens, positions, slots, starts, tables, parents, adapters = tensors
     tables = tables.view(rows, width)
     optional = parents if is_tree else None, adapters if has_adapters else None
     return Batch(tokens, positions, slots, starts, tables, *optional)
 
 
-def make_batch(device: Device, shape: Shape) -> tuple[Buffer, Batch]:
+def make_batch(device: Device, shape: Shape, alignment: int = 1) -> tuple[Buffer, Batch]:
     """Allocate a batch whose tensors are parts of one buffer, so that one upload fills it."""
-    inputs = device.buffer(sum(sizes(shape)), torch.int32)
-    return inputs, as_batch(shape, torch.split(inputs.tensor, sizes(shape)))
+    lengths = sizes(shape, alignment)
+    inputs = device.buffer(sum(lengths), torch.int32)
+    return inputs, as_batch(shape, torch.split(inputs.tensor, lengths), alignment)
 
 
 def padded_shape(shape: Shape) -> Shape:
     """Return the shape of the CUDA graph that serves batches of this shape."""
-    pages = 1 << (shape.pages - 1).bit_length()
-    return shape._replace(tokens=padded(shape.tokens), rows=padded(shape.rows), pages=pages)
+    rows = padded_rows(shape.rows)
+    return shape._replace(tokens=padded_tokens(shape.tokens, rows), rows=rows, pages=padded_pages(shape.pages))
 
 
 def collect(rows: list[Row], page_size: int) -> BatchBuilder:

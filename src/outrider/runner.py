@@ -13,8 +13,8 @@ from torch import Tensor
 from .adapters import Adapter
 from .cache.pages import Pages, slots_of
 from .device import Buffer, Device
-from .device.graphs import Graphs, padded
-from .input_batch import Shape, collect, make_batch, padded_shape
+from .device.graphs import MAX_TOKENS, Graphs
+from .input_batch import BatchBuilder, Shape, collect, make_batch, padded_shape
 from .kernels import Batch
 from .models import Model
 from .multi_step.loop import MultiStepRunner
@@ -26,7 +26,6 @@ from .speculation.manager import AuxStates, RowOutcome, SpeculationManager
 from .types import Draft, SamplingParams, TokenLogprobs
 
 MAX_SHAPES = 256  # batch shapes whose buffers are kept; beyond that all are freed
-MIN_GRAPH_TOKENS = 256  # capacity of the output buffers of CUDA graphs, at least: warm-up steps may have that many
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,9 @@ class Runner:
     ) -> None:
         self.model, self.ops, self.device, self.pages, self.page_size = model, model.ops, device, pages, pages.page_size
         self.spec_manager, self.graphs = spec_manager, graphs
-        self.graph_tokens = max(padded(step_tokens), MIN_GRAPH_TOKENS)
+        self.graph_tokens = max(1 << (step_tokens - 1).bit_length(), MAX_TOKENS)  # of the largest captured step
+        needs = [proposer.needs for proposer in spec_manager.methods.values()]
+        self.aux_layers = tuple(sorted({layer for need in needs for layer in need.aux_layers}))  # of all drafters
         self.sampler = Sampler(self.ops, device, model.config.vocabulary)
         self.single_row = SingleRowStep(model, device, pages, spec_manager.verifier)
         self.multi_step = MultiStepRunner(model, device, pages, spec_manager, graphs, context)
@@ -125,32 +126,46 @@ class Runner:
     def gather(self, rows: list[Row]) -> Batch:
         """Return the tokens of all rows side by side, and the slots of their KV. Valid until the next call."""
         builder = collect(rows, self.page_size)
-        shape, self._graph_shape = builder.shape, None
-        if self.graphs.mixed or (self.graphs.decoding and all(len(row.tokens) == 1 for row in rows)):
-            shape = self._graph_shape = padded_shape(shape)
+        shape, self._graph_shape = builder.shape, self._captured_shape(builder.shape, rows)
+        if self._graph_shape is None and self.graphs.frozen:
+            return builder.upload(self.device)[0]  # shapes of long prompts rarely come again
+        shape = self._graph_shape or shape
+        inputs, batch = self._batch(shape)
+        inputs.fill(builder.pack(shape, self.device.alignment))
+        return batch
+
+    def _captured_shape(self, shape: Shape, rows: list[Row]) -> Shape | None:
+        """Return the shape of the graph that runs this batch; None: it runs without one."""
+        decodes = all(len(row.tokens) == 1 for row in rows)
+        if not (self.graphs.mixed or (self.graphs.decoding and decodes)):
+            return None
+        found = padded_shape(shape)
+        if found[0] > max(MAX_TOKENS, self.graph_tokens if decodes else 0):
+            return None
+        return found if self.graphs.is_usable(("forward", found)) else None
+
+    def _batch(self, shape: Shape) -> tuple[Buffer, Batch]:
+        """Return the buffer and the tensors of a shape, which later steps reuse."""
         if shape not in self.batches:
             if len(self.batches) == MAX_SHAPES:
                 self.batches.clear()
                 self.graphs.forget()
-            self.batches[shape] = make_batch(self.device, shape)
-        inputs, batch = self.batches[shape]
-        inputs.fill(builder.pack(shape))
-        return batch
+            self.batches[shape] = make_batch(self.device, shape, self.device.alignment)
+        return self.batches[shape]
 
     def _forward(self, batch: Batch, aux_layers: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
         """Run the target over the batch, by replay if its shape is captured."""
         if self._graph_shape is None:
             return self.model.forward(batch, self.pages.layers, aux_layers)
-        # All graphs write their states to the same memory, to save a copy for each of them.
+        self.graphs.run(("forward", self._graph_shape), lambda: self._forward_into_outputs(batch))
         outputs = [self._graph_output(name)[: batch.tokens.shape[0]] for name in ("hidden", *aux_layers)]
-
-        def run() -> None:
-            hidden, states = self.model.forward(batch, self.pages.layers, aux_layers)
-            for output, state in zip(outputs, (hidden, *states), strict=True):
-                output.copy_(state)
-
-        self.graphs.run(("forward", self._graph_shape, aux_layers), run)
         return outputs[0], outputs[1:]
+
+    def _forward_into_outputs(self, batch: Batch) -> None:
+        """Run the target. All graphs write all states to the same memory, to save a copy for each of them."""
+        hidden, states = self.model.forward(batch, self.pages.layers, self.aux_layers)
+        for name, state in zip(("hidden", *self.aux_layers), (hidden, *states), strict=True):
+            self._graph_output(name)[: state.shape[0]].copy_(state)
 
     def _graph_output(self, name: Hashable) -> Tensor:
         """Return the memory [graph_tokens, E] that all graphs share for this output."""
@@ -222,6 +237,18 @@ class Runner:
 
     # ---- before the first request: no page is in use ----
 
+    def capture(self, shape: Shape) -> None:
+        """Capture steps of a padded shape."""
+        inputs, batch = self._batch(shape)
+        inputs.fill(BatchBuilder().pack(shape, self.device.alignment))
+        self.graphs.capture(("forward", shape), lambda: self._forward_into_outputs(batch))
+
+    def run_padding(self, shape: Shape) -> None:
+        """Run a step of this shape without a request, to compile its kernels."""
+        inputs, batch = make_batch(self.device, shape, self.device.alignment)
+        inputs.fill(BatchBuilder().pack(shape, self.device.alignment))
+        self.model.forward(batch, self.pages.layers, self.aux_layers)
+
     def warm_up(self, method: str, decode_steps: int) -> None:
         """Measure the latency of steps with drafts of this method, and of drafting."""
         most = min(self.spec_manager.methods[method].needs.width, self.pages.count * self.page_size - 2)
@@ -229,6 +256,8 @@ class Runner:
         request.pages = list(range(-(-(most + 2) // self.page_size)))
         self.step(Step([Row(request, 0, [0, 0], sample=True)]))  # compiles kernels; prompts are not measured
         if decode_steps > 1 and self.spec_manager.can_multi_step(method):
+            if self.graphs.frozen:
+                return  # measured in WarmUp
             row, planner = Row(request, 1, [0], sample=True), self.multi_step.planner
             for width in run_widths(most):
                 planner.observe_latency(method, 1, width, self.multi_step.warm_up(method, row, width))

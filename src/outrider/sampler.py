@@ -100,7 +100,8 @@ class Sampler:
     def logprobs(self, logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
         """Return the log-probability of tokens[r] under logits[r] ([R, V]), and the top counts[r] tokens."""
         ids = self.device.upload(tokens, torch.int32)
-        top = self.ops.top_logprobs(logits, ids, min(max(counts), logits.shape[1]))
+        most = 1 << (max(counts) - 1).bit_length() if max(counts) else 0  # kernels are compiled for each number
+        top = self.ops.top_logprobs(logits, ids, min(most, logits.shape[1]))
         rows = zip(top.tokens.tolist(), top.values.tolist(), strict=True)
         pairs = [tuple(zip(ids, values, strict=True)) for ids, values in rows]
         return [
@@ -109,6 +110,12 @@ class Sampler:
                 tokens, top.chosen.tolist(), top.rank.tolist(), pairs, counts, strict=True
             )
         ]
+
+    def warm_up_masks(self) -> None:
+        """Run the kernel of grammar masks, which a warm-up without a grammar does not reach."""
+        masks = np.full((1, -(-self.vocabulary // 32)), -1, np.int32)
+        logits, _ = self._buffers(1)
+        self.ops.mask_logits(logits, self.device.upload(masks, torch.int32), self.device.upload([0], torch.int32))
 
     def _set_requests(self, requests: list[Request]) -> None:
         """Upload the sampling parameters of a batch. They are reused while its requests stay the same."""

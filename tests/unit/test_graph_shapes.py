@@ -84,6 +84,23 @@ def test_no_more_graphs_are_held_than_the_limit(monkeypatch: pytest.MonkeyPatch)
     assert list(graphs.captured) == [3, 0] and device.captures == 5
 
 
+def test_nothing_is_captured_after_the_warm_up() -> None:
+    device, work, late = FakeDevice(), Counter(), Counter()
+    graphs = Graphs(device)
+    graphs.capture("key", work)
+    graphs.capture("key", work)
+    assert (device.captures, device.replays, work.calls) == (1, 0, 1)
+    graphs.freeze()
+    for _ in range(3):
+        graphs.run("key", work)
+        graphs.run("other", late)
+    assert (device.captures, device.replays, late.calls) == (1, 3, 3)
+    assert (graphs.late_captures, graphs.late_eager_runs) == (0, 3)
+    assert graphs.is_usable("key") and not graphs.is_usable("other")
+    graphs.capture("other", late)
+    assert graphs.late_captures == 1
+
+
 def test_work_that_fails_does_so_each_time_and_harms_no_other() -> None:
     device = FakeDevice()
     graphs = Graphs(device)
@@ -156,6 +173,21 @@ def test_every_tail_is_filled_as_its_readers_need_it() -> None:
     assert len(listed) == inputs.tensor.shape[0]  # one upload fills all of it
 
 
+@pytest.mark.parametrize("shape", [(2, 2, 3, True), (5, 3, 2, False), (4, 3, 2, True)])
+def test_aligned_tensors_hold_the_same_batch(shape: tuple[int, int, int, bool]) -> None:
+    builder = BatchBuilder()
+    builder.add([7], [4], [20], [1, 5], [-1])
+    builder.add([9], [0], [3], [0], [-1])
+    batches = []
+    for alignment in (1, 4):
+        inputs, batch = make_batch(FakeDevice(), shape, alignment)
+        inputs.fill(builder.pack(shape, alignment))
+        batches.append([part.tolist() for part in vars(batch).values() if isinstance(part, Tensor)])
+        parts = [batch.tokens, batch.positions, batch.slots, batch.query_starts, batch.page_tables]
+        assert all((part.data_ptr() - inputs.tensor.data_ptr()) % (4 * alignment) == 0 for part in parts)
+    assert batches[0] == batches[1]
+
+
 def test_a_batch_that_fits_is_not_padded() -> None:
     builder = BatchBuilder()
     builder.add([7, 8], [0, 1], [0, 1], [0])
@@ -187,18 +219,18 @@ PROMPT = [row("a", 5, [3], pages=2), row("b", 0, [4, 5, 6, 7])]
     [
         ("NONE", DECODES, None),
         ("NONE", PROMPT, None),
-        ("FULL_DECODE_ONLY", DECODES, (4, 4, 1, False, False)),
+        ("FULL_DECODE_ONLY", DECODES, (4, 4, 32, False)),
         ("FULL_DECODE_ONLY", PROMPT, None),
-        ("FULL", DECODES, (4, 4, 1, False, False)),
-        ("FULL", PROMPT, (8, 2, 2, False, False)),
-        ("FULL", [row("a", 5, [3], Draft([1, 2], [-1, -1])), row("b", 5, [3], pages=3)], (4, 2, 4, True, False)),
+        ("FULL", DECODES, (4, 4, 32, False)),
+        ("FULL", PROMPT, (16, 4, 32, False)),
+        ("FULL", [row("a", 5, [3], Draft([1, 2], [-1, -1])), row("b", 5, [3], pages=33)], (4, 4, 512, True)),
     ],
 )
 def test_gather_pads_what_is_to_be_recorded(make_runner, mode: str, rows: list[Row], recorded) -> None:
     runner = make_runner(mode)
     for _ in range(2):  # the second run is captured
         runner.step(Step(rows))
-    assert runner.graphs.captured == ([] if recorded is None else [("forward", recorded, ())])
+    assert runner.graphs.captured == ([] if recorded is None else [("forward", recorded)])
     batch = runner.gather(rows)
     tokens, count = sum(each.size for each in rows), len(rows)
     width = max(len(each.request.pages) for each in rows)
@@ -228,7 +260,7 @@ def test_records_are_forgotten_with_the_batches_that_they_read(make_runner, monk
         runner.step(Step(DECODES[:1]))
     runner.gather(DECODES[:2])
     assert len(runner.batches) == 2 and len(runner.graphs.captured) == 1
-    runner.gather(DECODES)
+    runner.gather(PROMPT)
     assert len(runner.batches) == 1 and not runner.graphs.captured
 
 
@@ -241,4 +273,4 @@ def test_graphs_are_dropped_with_the_decode_state_that_they_read(make_runner, mo
     states = [rounds.buffers_for("", DECODES[:count], 0)[1].state for count in (1, 2)]
     assert [each.rows for each in states] == [1, 2] and runner.graphs.captured
     assert rounds.buffers_for("", DECODES, 0)[1].state.rows == 4
-    assert list(rounds.buffers) == [("", 4, 0, 16, True, False)] and not runner.graphs.captured
+    assert list(rounds.buffers) == [("", 4, 0, 32, True)] and not runner.graphs.captured

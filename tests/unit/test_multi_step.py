@@ -66,6 +66,17 @@ def test_a_drafter_needs_pages_for_all_that_may_be_kept_and_drafted() -> None:
     assert len(request.pages) * 2 >= request.computed + 5 * 4 + 3
 
 
+@pytest.mark.parametrize(("pages", "reserved"), [(50, 4), (3, 2)])
+def test_a_prompt_that_fills_its_pages_leaves_slots_for_the_first_draft(pages: int, reserved: int) -> None:
+    request = steady("a", [0, 1, 2, 3], max_tokens=2, lookahead=3)
+    request.max_length = 20
+    scheduler = Scheduler(pages, 2, 8, 16)
+    scheduler.add(request)
+    scheduler.next()
+    assert len(request.pages) == reserved  # four tokens, the newest one and three drafted ones, if there are pages
+    scheduler.check()
+
+
 def test_no_page_lies_beyond_the_end_of_a_text() -> None:
     request = steady("a", [0, 1, 2], max_tokens=8, lookahead=3)
     request.width = 3
@@ -134,7 +145,7 @@ def test_every_row_and_padding_row_is_filled(tiny_folder, tmp_path, monkeypatch)
     ]
     rounds = llm.engine.runner.multi_step
     key, filled = rounds.buffers_for("medusa", riders, 2)
-    assert key == ("medusa", 4, 2, 16, True, False)
+    assert key == ("medusa", 4, 2, 32, True)
     rounds.fill(filled, riders)
     state, sampling, tables = filled.state, filled.state.sampling, filled.state.batch.page_tables
     assert state.newest.tolist() == [7, 6, 5, 0] and state.positions.tolist() == [20, 5, 0, 0]

@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
@@ -124,6 +124,7 @@ def report(llm: LLM, config: SpeedConfig, samples: Samples, first: float) -> dic
         "weight_bytes_per_step": weights,
         "load_seconds": llm.engine.load_seconds,
         "load_to_first_token_seconds": llm.engine.load_seconds + first,
+        "late_work": asdict(llm.engine.late_work.read()),  # captured and compiled after the warm-up
         "bandwidth_gb_per_second": spread(samples.bandwidth, 1e-9),
         "fraction_of_bandwidth": spread(fractions),
         "host_milliseconds_per_step": spread([run.host for run in single], 1e3),

@@ -501,7 +501,7 @@ def show_speed(found: dict[str, Any]) -> None:
         f"{found['model']} on {machine_title(found['machine'])}; "
         f"median [lowest to highest] of {found['rounds']} rounds\n\n"
     )
-    beyond = found["memory_beyond_weights_and_cache_bytes"]
+    beyond, late = found["memory_beyond_weights_and_cache_bytes"], found["late_work"]
     rows = [
         ("memory bandwidth", console.figure(found["bandwidth_gb_per_second"], "GB/s")),
         ("weights read per step", console.size(found["weight_bytes_per_step"])),
@@ -511,6 +511,11 @@ def show_speed(found: dict[str, Any]) -> None:
         ("prefill", console.figure(found["prefill_tokens_per_second"], "tokens/s")),
         ("load to first token", f"{found['load_to_first_token_seconds']:.2f} s"),
         ("memory beyond weights and cache", "not measured" if beyond is None else console.size(beyond)),
+        (
+            "after the warm-up",
+            f"{late['captures']} graphs captured, {late['compilations']} kernels compiled, "
+            f"{late['eager_runs']} runs without a graph",
+        ),
     ]
     rows += [
         (

@@ -51,6 +51,7 @@ class CpuBuffer:
 class Cpu:
     torch_device = torch.device("cpu")
     defaults = DeviceDefaults(cache_share=0.4, step_tokens=512, decode_steps=1)
+    alignment = 1
     has_graphs = False
 
     def upload(self, values: Values, dtype: torch.dtype) -> Tensor:

@@ -84,7 +84,8 @@ class CudaBuffer:
 
 
 class Cuda:
-    defaults = DeviceDefaults(cache_share=0.95, step_tokens=2048, decode_steps=64)
+    defaults = DeviceDefaults(cache_share=0.95, step_tokens=2048, decode_steps=64, warms_up=True)
+    alignment = 4  # 16 bytes: Triton compiles a kernel for aligned addresses and another for all
     has_graphs = True
 
     def __init__(self) -> None:

@@ -53,11 +53,14 @@ class DeviceDefaults:
     cache_share: float  # share of the free memory that the key/value cache takes
     step_tokens: int  # tokens of the largest step
     decode_steps: int  # decode steps that run without the host
+    warms_up: bool = False  # everything is compiled and captured before the first request
 
 
 class Device(Protocol):
     torch_device: torch.device
     defaults: DeviceDefaults
+    # Integers: tensors that share a buffer begin at multiples of it, so that kernels are not compiled for each address.
+    alignment: int
 
     def upload(self, values: Values, dtype: torch.dtype) -> Tensor:
         """Copy values to the device, keeping their shape. An array may share its memory with the result."""

@@ -11,20 +11,20 @@ from torch import Tensor
 
 from ..cache.pages import Pages
 from ..device import Buffer, Device, Fence
-from ..device.graphs import Graphs, padded
+from ..device.graphs import Graphs, padded, padded_pages
 from ..input_batch import slot_of
 from ..kernels import Batch, SamplingMetadata, VerifyInputs
 from ..models import Model
 from ..request import Request, Row, RowResult, Step
 from ..speculation.manager import SpeculationManager
 from ..types import DecodeStep, Draft
+from .drafting import CapturedDrafting
 from .planner import RunPlanner
 from .progress import RunOutputs, queued_steps
 from .state import DecodeState, StepDrafter
 
-MAX_BUFFERS = 64  # shapes of which buffers are kept
+MAX_BUFFERS = 64  # shapes of which buffers are kept, beside those that the warm-up captured
 TIMED_STEPS = 4  # steps of a run whose latency is measured
-MIN_PAGES = 16  # entries of a page table: runs with fewer pages share buffers and graphs
 # Method, rows, width, pages in a table, whether some temperature is above 0, whether some row has an adapter.
 Key = tuple[str, int, int, int, bool, bool]
 
@@ -46,6 +46,7 @@ class RunBuffers:
     unsampled: Tensor  # [B] uint8: 0, every row chooses a token
     requests: list[Request] = field(default_factory=list)  # requests whose floats and seeds are in the buffers
     captured: bool = False  # its graphs exist: steps have the latency of all steps to come
+    kept: bool = False  # captured by the warm-up
 
 
 class MultiStepRunner:
@@ -65,6 +66,8 @@ class MultiStepRunner:
         self.busy = 0.0  # seconds that the device worked in all runs so far
         self.step_seconds = 0.0  # of a decode step in the last run; 0: not known
         self.buffers: dict[Key, RunBuffers] = {}
+        self._hidden: dict[int, Tensor] = {}  # by floats of a token
+        spec_manager.captured_drafting = CapturedDrafting(self)
 
     def run(self, step: Step) -> list[RowResult] | None:
         """Run all decode steps; None if rows have different drafters, or a drafter has to catch up."""
@@ -109,20 +112,21 @@ class MultiStepRunner:
         for step in range(steps):
             if outputs is not None and not outputs.needs_step():
                 break
-            self._run(("target", *key), lambda: self._target(buffers))
+            self.run_part(("target", *key), lambda: self._target(buffers))
             if outputs is not None:
                 outputs.put(buffers.output)
             if step < timed:
                 fences.append(self.device.fence())
             if drafter is not None:
-                self._run(("extend", *key), drafter.extend)
+                self.run_part(("extend", *key), drafter.extend)
                 if buffers.state.width:
-                    self._run(("decode", *key), drafter.decode)
+                    self.run_part(("decode", *key), drafter.decode)
             if step < timed:
                 fences.append(self.device.fence())
         return fences
 
-    def _run(self, key: tuple[Hashable, ...], run: Callable[[], None]) -> None:
+    def run_part(self, key: tuple[Hashable, ...], run: Callable[[], None]) -> None:
+        """Run a part of a decode step, by replay if it is captured."""
         if self.graphs.decoding and not (self.eager_drafter and key[0] != "target"):
             self.graphs.run(key, run)
         else:
@@ -177,18 +181,50 @@ class MultiStepRunner:
 
     # ---- before and after a run, on the host ----
 
-    def buffers_for(self, name: str, rows: list[Row], width: int) -> tuple[Key, RunBuffers]:
+    def key(self, name: str, rows: list[Row], width: int) -> Key:
+        """Return the shape of a run of these rows."""
         count = padded(len(rows)) if self.graphs.decoding else len(rows)
-        pages = max(len(row.request.pages) for row in rows)
+        pages = padded_pages(max(len(row.request.pages) for row in rows))
         sampled = any(row.request.params.temperature > 0 for row in rows)
         adapted = any(row.request.adapter is not None for row in rows)
-        key = (name, count, width, max(1 << (pages - 1).bit_length(), MIN_PAGES), sampled, adapted)
+        return name, count, width, pages, sampled, adapted
+
+    def buffers_for(self, name: str, rows: list[Row], width: int) -> tuple[Key, RunBuffers]:
+        key = self.key(name, rows, width)
+        return key, self._buffers_of(key)
+
+    def _buffers_of(self, key: Key) -> RunBuffers:
         if key not in self.buffers:
-            if len(self.buffers) == MAX_BUFFERS:
-                self.buffers.clear()
-                self.graphs.forget()
+            others = [other for other, buffers in self.buffers.items() if not buffers.kept]
+            if len(others) == MAX_BUFFERS:
+                for other in others:
+                    del self.buffers[other]
+                if not self.graphs.frozen:
+                    self.graphs.forget()
             self.buffers[key] = self._allocate(*key)
-        return key, self.buffers[key]
+        return self.buffers[key]
+
+    # ---- before the first request ----
+
+    def capture(self, key: Key) -> None:
+        """Capture all parts of a decode step, over rows that pad."""
+        buffers = self._buffers_of(key)
+        self.fill(buffers, [])
+        drafter = buffers.drafter
+        self.graphs.capture(("target", *key), lambda: self._target(buffers))
+        if drafter is not None and not self.eager_drafter:
+            self.graphs.capture(("extend", *key), drafter.extend)
+            if buffers.state.width:
+                self.graphs.capture(("decode", *key), drafter.decode)
+        buffers.kept = buffers.captured = True
+
+    def time_padding(self, key: Key) -> list[Fence]:
+        """Run a few steps over rows that pad; return their fences."""
+        buffers = self._buffers_of(key)
+        self.fill(buffers, [])
+        fences = self._launch(buffers, key, TIMED_STEPS, TIMED_STEPS)
+        fences[-1].wait()
+        return fences
 
     def _allocate(self, name: str, rows: int, width: int, pages: int, sampled: bool, adapted: bool) -> RunBuffers:
         buffer, zeros, upload = self.device.buffer, self.device.zeros, self.device.upload
@@ -220,7 +256,7 @@ class MultiStepRunner:
             ),
             ran_positions=zeros((rows,), torch.int32),
             last_accepted=zeros((rows,), torch.int32),
-            hidden=zeros((rows * (width + 1), len(aux_layers) * self.model.config.width), torch.float32),
+            hidden=self._hidden_storage(rows * (width + 1), len(aux_layers) * self.model.config.width),
             sampled=sampled,
         )
         drafter = self.planner.bind(name, state)
@@ -240,6 +276,13 @@ class MultiStepRunner:
             num_drafted=upload([width] * rows, torch.int32),
             unsampled=upload([0] * rows, torch.uint8),
         )
+
+    def _hidden_storage(self, tokens: int, floats: int) -> Tensor:
+        """Return storage [T, F] for aux hidden states, which all shapes share: one run at a time."""
+        found = self._hidden.get(floats)
+        if found is None or len(found) < tokens:
+            found = self._hidden[floats] = self.device.zeros((tokens, floats), torch.float32)
+        return found[:tokens]
 
     def fill(self, buffers: RunBuffers, rows: list[Row]) -> None:
         """Write the requests into the buffers, and every value of the rows that pad."""

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from ..kernels import Batch, SamplingMetadata
 from ..request import Request
+
+if TYPE_CHECKING:
+    from ..speculation.interface import DraftContext
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,12 @@ class StepDrafter(Protocol):
 class MultiStepDrafter(Protocol):
     """A Proposer that can draft without the host; `needs.multi_step` says so."""
 
-    def ready(self, requests: Sequence[Request]) -> bool:
-        """Return whether the drafter's own state is up to date for these requests."""
+    def ready(self, requests: Sequence[Request], computed: Sequence[int] | None = None) -> bool:
+        """Return whether the drafter has read each text up to the token after `computed` ones; None: as the target."""
+        ...
+
+    def read(self, contexts: Sequence[DraftContext], hidden: Tensor | None) -> None:
+        """Read the texts of a step now, and draft nothing: `propose` may put that off."""
         ...
 
     def bind(self, state: DecodeState) -> StepDrafter: ...

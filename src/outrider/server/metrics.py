@@ -326,6 +326,13 @@ class Metrics:
         yield self._counter("outrider_step_seconds", "Seconds spent in engine steps", engine.times.seconds)
         help_ = "Seconds of these in which the device ran several decode steps without the host"
         yield self._counter("outrider_device_rounds_seconds", help_, engine.runner.multi_step.busy)
+        late = engine.late_work.read()
+        help_ = "CUDA graphs captured in the path of requests"
+        yield self._counter("outrider_late_captures", help_, late.captures)
+        help_ = "Kernels compiled in the path of requests, or loaded from Triton's cache"
+        yield self._counter("outrider_late_compilations", help_, late.compilations)
+        help_ = "Runs of work that the warm-up captured, but not in their shape"
+        yield self._counter("outrider_late_eager_runs", help_, late.eager_runs)
         evictions = engine.scheduler.cache.evictions
         yield self._counter("outrider_prefix_cache_evictions", "Prefix cache pages evicted for new tokens", evictions)
         yield self._gauge("outrider_engine_alive", "0 when the engine's thread has died", int(self.llm.alive))

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +33,14 @@ PLAIN_SAMPLING = 4  # one pass without drafts in this many is measured: there ar
 # On SmolLM2-135M a lookup takes 4.5 % of a step. Replayed texts of ten prompt sets are 1.2 % faster than with a lookup
 # in each step, and the slowest set reaches 0.99 of plain decoding instead of 0.96 (docs/log.md, "Lookups that pause").
 LOOKUP_SHARE = 0.005
+
+
+class CapturedDrafting(Protocol):
+    """Calls a drafter by CUDA graphs (multi_step/drafting.py)."""
+
+    def propose(self, name: str, contexts: Sequence[DraftContext], hidden: Tensor | None) -> DraftBatch | None:
+        """Draft as Proposer.propose does; None if the graphs for it do not exist."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -213,6 +222,7 @@ class SpeculationManager:
         self._batch_size = self._passes = 0  # requests in the step; passes so far
         self._catch_up = CatchUpBuffers(target.page_size)
         self._pauses: dict[Request, Pause] = {}  # of requests whose last lookup found nothing that pays
+        self.captured_drafting: CapturedDrafting | None = None  # set by the runner
 
     # ---- requests ----
 
@@ -410,7 +420,9 @@ class SpeculationManager:
         drafting, hidden = self._catch_up.recall(drafting, hidden)
         last = self._last_tokens(drafting) if proposer.needs.has_kv else self._no_tokens
         started = time.perf_counter()
-        batch = proposer.propose(drafting, last, hidden)
+        batch = self.captured_drafting.propose(name, drafting, hidden) if self.captured_drafting else None
+        if batch is None:
+            batch = proposer.propose(drafting, last, hidden)
         drafts = validated(batch, drafting, self.target.model.config.vocabulary, self.verifier)
         reads_prompt = any(not context.new_tokens or not context.request.output for context in drafting)
         if timed and not catches_up and not reads_prompt:

@@ -7,8 +7,8 @@ up to its end, and pages are shared between prompts as the target's are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -102,9 +102,17 @@ class Autoregressive:
     # ---- a call from the host ----
 
     def propose(self, contexts: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
+        return self._propose(contexts, hidden, self._can_defer)
+
+    def _propose(
+        self,
+        contexts: Sequence[DraftContext],
+        hidden: Tensor | None,
+        can_defer: Callable[[DraftContext, TrackedKv], bool],
+    ) -> DraftBatch:
         hidden = hidden if self.network.features else None
         tracked = [self.kv.of(context, self._first) for context in contexts]
-        planned = [self._plan(row, *pair) for row, pair in enumerate(zip(contexts, tracked, strict=True))]
+        planned = [self._plan(row, *pair, can_defer) for row, pair in enumerate(zip(contexts, tracked, strict=True))]
         plans = [plan for plan in planned if plan is not None]
         draft = DraftBatch([[] for _ in contexts])
         if plans and (replayed := self._replay(contexts, plans, hidden)) is not None:
@@ -265,7 +273,13 @@ class Autoregressive:
 
     # ---- inputs of a call ----
 
-    def _plan(self, row: int, context: DraftContext, kv: TrackedKv) -> RequestPlan | None:
+    def _plan(
+        self,
+        row: int,
+        context: DraftContext,
+        kv: TrackedKv,
+        can_defer: Callable[[DraftContext, TrackedKv], bool],
+    ) -> RequestPlan | None:
         """Return what to read and draft for a request; None without a page, context or hidden state for it."""
         capacity = min(len(context.request.pages) * self.page_size, self.network.context)
         # If a step is repeated, the newest token's entry is computed again: drafts begin with its state.
@@ -273,7 +287,7 @@ class Autoregressive:
         if begin is None or begin >= stop or (self.network.features and not self._has_states(context, kv, begin)):
             return None
         width = self._drafts_within(context, capacity - context.computed) if context.new_tokens else 0
-        if not width and context.new_tokens and self._can_defer(context, kv):
+        if not width and context.new_tokens and can_defer(context, kv):
             return None
         pages, shift = kv.pages(context.request), kv.shift(self.page_size)
         return RequestPlan(row, context, kv, begin, stop, width, pages, shift)
@@ -390,14 +404,18 @@ class Autoregressive:
 
     # ---- decode steps without the host ----
 
-    def ready(self, requests: Sequence[Request]) -> bool:
-        return all(self._is_ready(request) for request in requests)
+    def ready(self, requests: Sequence[Request], computed: Sequence[int] | None = None) -> bool:
+        counts = [request.computed for request in requests] if computed is None else computed
+        return all(self._is_ready(request, count) for request, count in zip(requests, counts, strict=True))
 
-    def _is_ready(self, request: Request) -> bool:
+    def _is_ready(self, request: Request, computed: int) -> bool:
         kv = self.kv.get(request)
         if kv is None or kv.preemptions != request.preemptions:
             return False
-        return kv.known == min(request.computed + 1, self.network.context)
+        return kv.known == min(computed + 1, self.network.context)
+
+    def read(self, contexts: Sequence[DraftContext], hidden: Tensor | None) -> None:
+        self._propose([replace(context, num_draft_tokens=0) for context in contexts], hidden, lambda *_: False)
 
     def bind(self, state: DecodeState) -> StepDrafter:
         chains = StateChains(self.sampler, state, self.vocabulary, self.network.context, self.network.ids)

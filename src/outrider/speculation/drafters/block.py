@@ -468,8 +468,13 @@ class BlockDrafter:
 
     # ---- decode steps without the host ----
 
-    def ready(self, requests: Sequence[Request]) -> bool:
+    def ready(self, requests: Sequence[Request], computed: Sequence[int] | None = None) -> bool:
         return True
+
+    def read(self, contexts: Sequence[DraftContext], hidden: Tensor | None) -> None:
+        assert hidden is not None
+        nothing = hidden.new_empty(0, dtype=torch.int32)  # the newest tokens, which only drafts read
+        self.propose([replace(context, num_draft_tokens=0) for context in contexts], nothing, hidden)
 
     def bind(self, state: DecodeState) -> StepDrafter:
         chains = StateChains(self.sampler, state, self.vocabulary, self.head.context, self.head.lm_head.ids)

@@ -94,8 +94,8 @@ class StateChains(ChainBuilder):
     ) -> None:
         """context: longer texts are not drafted for. ids [U]: tokens that the drafter knows; None: all."""
         device, rows, width = state.newest.device, state.rows, state.width
-        # Owned here, written at every depth, read by the next verification: [B * (W + 1), V], with a row for `newest`.
-        self.stored = torch.zeros(rows * (width + 1), vocabulary, device=device) if sampler.keeps_logits else None
+        # Written here at every depth, read by the next verification: [B * (W + 1), V], with a row for `newest`.
+        self.stored = sampler.logit_storage(rows * (width + 1), vocabulary) if sampler.keeps_logits else None
         stored = None if self.stored is None else self.stored.view(rows, width + 1, -1)[:, 1:]
         super().__init__(sampler, width, stored)
         self.state = state

@@ -24,6 +24,13 @@ class DraftSampler:
         self.replacement = target.replacement
         self.keeps_logits = target.sampled and not target.coupled  # verification reads the logits as well
         self._greedy: dict[int, SamplingMetadata] = {}  # by number of rows
+        self._logits: Tensor | None = None
+
+    def logit_storage(self, rows: int, vocabulary: int) -> Tensor:
+        """Return storage [R, V] f32 for the logits of drafts, which all shapes of runs share: one run at a time."""
+        if self._logits is None or len(self._logits) < rows:
+            self._logits = torch.zeros(rows, vocabulary, device=self.device.torch_device)
+        return self._logits[:rows]
 
     def sample(self, logits: Tensor, sampling: SamplingMetadata, depth: int) -> Tensor:
         """Sample a token [B] int32 from each row of logits [B, V], for the position at `depth` of the draft."""

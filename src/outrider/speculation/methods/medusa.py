@@ -210,8 +210,11 @@ class MedusaDrafter:
 
     # ---- decode steps without the host ----
 
-    def ready(self, requests: Sequence[Request]) -> bool:
+    def ready(self, requests: Sequence[Request], computed: Sequence[int] | None = None) -> bool:
         return True
+
+    def read(self, contexts: Sequence[DraftContext], hidden: Tensor | None) -> None:
+        """Do nothing: a draft depends on one hidden state of the target only."""
 
     def bind(self, state: DecodeState) -> StepDrafter:
         chains = StateChains(self.sampler, state, self.network.vocab_mapping.vocabulary, None, None)

@@ -1,0 +1,104 @@
+"""After start-up nothing is captured, compiled or run without its graph in the path of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+import tiny_heads
+from backends import backends, settings
+from fake_device import FakeDevice
+from laws.mix import visible, with_options
+from outrider import LLM, SamplingParams
+from outrider.device import DeviceDefaults
+from outrider.device.graphs import MAX_TOKENS, padded_pages, padded_rows, padded_tokens, pages_sizes, step_sizes
+from outrider.warm_up import LateWork
+
+BASE = SamplingParams(temperature=0.0, ignore_eos=True)
+KINDS = {
+    "greedy": {},
+    "sampled": {"temperature": 0.8, "seed": 1},
+    "truncated": {"temperature": 1.0, "top_p": 0.9, "top_k": 7, "min_p": 0.05, "seed": 2},
+    "penalties": {"frequency_penalty": 0.5, "repetition_penalty": 1.2},
+    "bias": {"logit_bias": {5: 1.0}, "banned_token_ids": [6]},
+    "least length": {"min_tokens": 3},
+    "log-probabilities": {"logprobs": 3, "prompt_logprobs": 2},
+}
+METHODS = ("none", "ngram", "eagle3", "draft_model", "dspark", "medusa")
+
+
+class WarmDevice(FakeDevice):
+    defaults = DeviceDefaults(cache_share=0.4, step_tokens=512, decode_steps=16, warms_up=True)
+
+
+@pytest.fixture(scope="module", params=backends("reference"))
+def start(request: pytest.FixtureRequest, tiny_folder, tmp_path_factory) -> Iterator[object]:
+    """Start engines on a device that captures everything before the first request."""
+
+    def make(method: str, adaptive: str = "no", **options: object) -> LLM:
+        given = method
+        if method not in ("none", "ngram"):
+            head = tiny_heads.make(method, tmp_path_factory.mktemp("head"))
+            given = with_options(method, **{"width": 2, "adaptive": adaptive, **head})
+        chosen = {**settings(request.param), "max_requests": 8, "decode_steps": 16, "prefix_cache": False, **options}
+        return LLM(str(tiny_folder()), speculate=given, **chosen)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "reference":
+            patch.setattr("outrider.engine.open_device", lambda backend: WarmDevice())
+        yield make
+
+
+def mix(llm: LLM, batches: tuple[int, ...], lengths: tuple[int, ...]) -> list[object]:
+    """Answer prompts of several lengths in batches of several sizes, with every kind of sampling."""
+    texts = []
+    for number, given in enumerate(KINDS.values()):
+        batch, tokens = batches[number % len(batches)], lengths[number % len(lengths)]
+        prompts = [[3 + (7 * index + place) % 60 for place in range(1 + 9 * index + number)] for index in range(batch)]
+        params = replace(BASE, max_tokens=tokens, **given)
+        texts += [visible(output) for output in llm.generate(prompts, params)]
+    return texts
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_request_waits_for_a_capture(start, method: str) -> None:
+    llm = start(method)
+    assert llm.engine.runner.graphs.frozen and llm.engine.late_work.read() == LateWork()
+    texts = mix(llm, (1, 3, 8), (32, 5))
+    assert llm.engine.late_work.read() == LateWork()
+    assert texts == mix(start(method, cudagraph_mode="NONE"), (1, 3, 8), (32, 5))
+
+
+@pytest.mark.parametrize("adaptive", ["no", "yes"])
+def test_no_batch_size_or_length_waits_for_a_capture(start, adaptive: str) -> None:
+    llm = start("eagle3", adaptive)
+    for batch, tokens in ((1, 96), (2, 32), (3, 9), (5, 9), (6, 32), (7, 5), (8, 17)):
+        llm.generate([[5, 6, 7 + index] for index in range(batch)], replace(BASE, max_tokens=tokens))
+    assert llm.engine.late_work.read() == LateWork()
+
+
+def test_batch_sizes_are_measured_before_the_first_request(start) -> None:
+    llm = start("eagle3", "yes")
+    controller = llm.engine.spec_manager.controller
+    assert all(controller.latency.covers(batch) for batch in range(1, 9))  # else a whole run would draft nothing
+
+
+def test_a_shape_that_was_not_captured_is_counted(start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.warm_up.WarmUp._capture_runs", lambda self: None)
+    llm = start("none")
+    llm.generate([[5, 6, 7]], replace(BASE, max_tokens=8))
+    assert llm.engine.late_work.read() == LateWork(eager_runs=7)
+
+
+def test_every_batch_has_a_captured_shape() -> None:
+    sizes, pages = set(step_sizes(64, 4)), pages_sizes(8192)
+    for rows in range(1, 65):
+        for tokens in {rows, rows + 1, 2 * rows, 5 * rows, 100, MAX_TOKENS}:
+            if rows <= tokens <= max(MAX_TOKENS, 5 * rows):
+                padded = padded_rows(rows)
+                assert (padded_tokens(tokens, padded), padded) in sizes
+                assert padded_tokens(tokens, padded) >= tokens and padded >= rows
+    assert {padded_pages(count) for count in range(1, 8193)} == set(pages)
+    assert len(sizes) * len(pages) < 100
