@@ -56,7 +56,9 @@ def mix(llm: LLM, batches: tuple[int, ...], lengths: tuple[int, ...]) -> list[ob
     texts = []
     for number, given in enumerate(KINDS.values()):
         batch, tokens = batches[number % len(batches)], lengths[number % len(lengths)]
-        prompts = [[3 + (7 * index + place) % 60 for place in range(1 + 9 * index + number)] for index in range(batch)]
+        prompts = [
+            [3 + (7 * index + offset) % 60 for offset in range(1 + 9 * index + number)] for index in range(batch)
+        ]
         params = replace(BASE, max_tokens=tokens, **given)
         texts += [visible(output) for output in llm.generate(prompts, params)]
     return texts
