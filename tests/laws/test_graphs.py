@@ -217,8 +217,8 @@ def check_steps(stage: Stage, method: str, llm: LLM) -> None:
     for kind in ("extend", "decode") if method in HEADS else ():  # the drafter runs as in multi-step runs
         assert {key[1] for key in captured(llm, kind)} >= {8, 4}, kind
     shapes = [shape for (shape,) in captured(llm, "forward")]
-    assert {rows for _, rows, _, _ in shapes} >= {16, 4}  # five rows, and three
-    assert any(branching for *_, branching in shapes) == (method in TREES)
+    assert {shape.rows for shape in shapes} >= {16, 4}  # five rows, and three
+    assert any(shape.is_tree for shape in shapes) == (method in TREES)
 
 
 @pytest.mark.parametrize(

@@ -173,11 +173,11 @@ def test_every_tail_is_filled_as_its_readers_need_it() -> None:
     assert len(listed) == inputs.tensor.shape[0]  # one upload fills all of it
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 3, True), (5, 3, 2, False), (4, 3, 2, True)])
-def test_aligned_tensors_hold_the_same_batch(shape: tuple[int, int, int, bool]) -> None:
+@pytest.mark.parametrize("shape", [Shape(2, 2, 3, True), Shape(5, 3, 2, False, True), Shape(4, 3, 2, True, True)])
+def test_aligned_tensors_hold_the_same_batch(shape: Shape) -> None:
     builder = BatchBuilder()
-    builder.add([7], [4], [20], [1, 5], [-1])
-    builder.add([9], [0], [3], [0], [-1])
+    builder.add([7], [4], [20], [1, 5], [-1], [2])
+    builder.add([9], [0], [3], [0], [-1], [-1])
     batches = []
     for alignment in (1, 4):
         inputs, batch = make_batch(FakeDevice(), shape, alignment)
@@ -230,7 +230,7 @@ def test_gather_pads_what_is_to_be_recorded(make_runner, mode: str, rows: list[R
     runner = make_runner(mode)
     for _ in range(2):  # the second run is captured
         runner.step(Step(rows))
-    assert runner.graphs.captured == ([] if recorded is None else [("forward", recorded)])
+    assert runner.graphs.captured == ([] if recorded is None else [("forward", Shape(*recorded))])
     batch = runner.gather(rows)
     tokens, count = sum(each.size for each in rows), len(rows)
     width = max(len(each.request.pages) for each in rows)
@@ -273,4 +273,4 @@ def test_graphs_are_dropped_with_the_decode_state_that_they_read(make_runner, mo
     states = [rounds.buffers_for("", DECODES[:count], 0)[1].state for count in (1, 2)]
     assert [each.rows for each in states] == [1, 2] and runner.graphs.captured
     assert rounds.buffers_for("", DECODES, 0)[1].state.rows == 4
-    assert list(rounds.buffers) == [("", 4, 0, 32, True)] and not runner.graphs.captured
+    assert list(rounds.buffers) == [("", 4, 0, 32, True, False)] and not runner.graphs.captured

@@ -145,7 +145,7 @@ def test_every_row_and_padding_row_is_filled(tiny_folder, tmp_path, monkeypatch)
     ]
     rounds = llm.engine.runner.multi_step
     key, filled = rounds.buffers_for("medusa", riders, 2)
-    assert key == ("medusa", 4, 2, 32, True)
+    assert key == ("medusa", 4, 2, 32, True, False)
     rounds.fill(filled, riders)
     state, sampling, tables = filled.state, filled.state.sampling, filled.state.batch.page_tables
     assert state.newest.tolist() == [7, 6, 5, 0] and state.positions.tolist() == [20, 5, 0, 0]
