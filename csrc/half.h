@@ -41,4 +41,7 @@ static inline uint16_t float_to_bf16(float value) {
   return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+// Shift the bits of an e4m3 byte into a half: 2^-8 times its value.
+constexpr uint16_t fp8_to_half(uint8_t bits) { return uint16_t((bits & 0x80) << 8 | (bits & 0x7f) << 7); }
+
 }  // namespace outrider

@@ -29,9 +29,8 @@ constexpr int kLanes = 16;
 
 enum class Kind : int { f32, f16, bf16, fp8, q4, q8 };
 
-// An e4m3 byte becomes a half of 2^-8 times its value by shifting its bits, so the scales of fp8 are stored times 2^8.
+// Scales of fp8 are stored times 2^8, see fp8_to_half in half.h.
 constexpr int kFp8Group = 32, kFp8Quants = kFp8Group * kLanes, kFp8Block = kFp8Quants + kLanes * 4;  // bytes
-constexpr uint16_t fp8_to_half(uint8_t bits) { return uint16_t((bits & 0x80) << 8 | (bits & 0x7f) << 7); }
 
 // Quantization of the activations that meet a quantized matrix; rows that several matrices read follow the last of
 // these. high: 14 bits (12 at level amx) with a scale for every 32 inputs. fast: 8 bits, and the bits of `high` in those
