@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import tiny
 from backends import backends, settings
 from outrider import LLM
+from outrider.device.cuda import Cuda
 
 pytest.register_assert_rewrite("laws.mix")  # so that what differs is shown
 
@@ -53,6 +55,12 @@ def covering(items: Sequence[pytest.Item]) -> list[pytest.Item]:
         chosen.append(max(items, key=lambda item: (len(values[item] & missing), -uses[item])))
         used.update(values[chosen[-1]])
     return chosen
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_warm_up() -> None:
+    """Capture and compile at first use: a test needs few of the shapes. tests/laws/test_warm_up.py tests the rest."""
+    Cuda.defaults = replace(Cuda.defaults, warms_up=False)
 
 
 @pytest.fixture(scope="session")

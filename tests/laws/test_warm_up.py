@@ -13,6 +13,7 @@ from fake_device import FakeDevice
 from laws.mix import visible, with_options
 from outrider import LLM, SamplingParams
 from outrider.device import DeviceDefaults
+from outrider.device.cuda import Cuda
 from outrider.device.graphs import MAX_TOKENS, padded_pages, padded_rows, padded_tokens, pages_sizes, step_sizes
 from outrider.warm_up import LateWork
 
@@ -48,6 +49,8 @@ def start(request: pytest.FixtureRequest, tiny_folder, tmp_path_factory) -> Iter
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "reference":
             patch.setattr("outrider.engine.open_device", lambda backend: WarmDevice())
+        else:
+            patch.setattr(Cuda, "defaults", replace(Cuda.defaults, warms_up=True))
         yield make
 
 
