@@ -158,6 +158,12 @@ def original(name: str) -> Any:
     return model
 
 
+def model_type(name: str) -> str:
+    """Return the `model_type` of a case without making the model."""
+    architecture = CASES[name][0]
+    return str(getattr(transformers, f"{architecture}{'Text' if architecture == 'Gemma3' else ''}Config").model_type)
+
+
 def checkpoint(name: str, dtype: torch.dtype = torch.float32) -> Memory:
     model = original(name)
     tensors = {key: value.to(dtype) for key, value in model.state_dict().items()}

@@ -118,7 +118,6 @@ def test_heads_that_cannot_run_are_refused(outrider, model, tmp_path: Path) -> N
     refused(outrider("doctor", "--head", tmp_path), "it has no `config.json`")
     refused(outrider("doctor", "--head", model), "is a model of its own, no draft head")
     refused(outrider("doctor", "--head", RECORDED / "eagle3-plain", "-m", model), "reads states of width 32")
-    refused(outrider("doctor", "-m", model), "--head", code=2)
 
 
 def test_a_head_that_lacks_a_tensor_does_not_fit(outrider, model, tmp_path: Path) -> None:

@@ -31,9 +31,8 @@ COLUMNS = {
 
 def cells() -> dict[str, dict[str, str]]:
     """Return the cells of the page by method and column."""
-    rows = [
-        line.strip("| ").split(" | ") for line in support_table.PAGE.read_text().split("## Devices")[0].splitlines()
-    ]
+    section = support_table.PAGE.read_text().split("## Methods")[1].split("## Devices")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines()]
     table = [row for row in rows if len(row) > 3]
     return {row[0].strip("`"): dict(zip(table[0], row, strict=True)) for row in table if row[0].startswith("`")}
 

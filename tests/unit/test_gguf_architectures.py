@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import tiny
 import tiny_gguf
+from backends import every_kernels
 from outrider import kernels
 from outrider.models import build
 from outrider.weights import open_checkpoint
@@ -16,9 +18,9 @@ from outrider.weights import open_checkpoint
 TOKENS = tiny.prompt(23)
 
 
-@pytest.fixture(params=["reference", "cpu"])
-def ops(request: pytest.FixtureRequest) -> kernels.Kernels:
-    return kernels.load(request.param)
+@pytest.fixture(params=every_kernels())
+def ops(request: pytest.FixtureRequest) -> Any:
+    return request.param
 
 
 @pytest.mark.parametrize("name", tiny_gguf.ARCHITECTURES)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from backends import every_kernels
 from outrider import kernels
 from outrider.errors import UserError
 from outrider.kernels import Weight
@@ -16,9 +19,9 @@ from tiny import CASES, Memory, batch, checkpoint, folder, original, pages_for, 
 TOKENS = prompt(23)
 
 
-@pytest.fixture(params=["reference", "cpu"])
-def ops(request: pytest.FixtureRequest) -> kernels.Kernels:
-    return kernels.load(request.param)
+@pytest.fixture(params=every_kernels())
+def ops(request: pytest.FixtureRequest) -> Any:
+    return request.param
 
 
 @pytest.fixture

@@ -12,11 +12,19 @@ Head = Annotated[
     str | None,
     typer.Option(metavar="FOLDER", help="Describe this draft head (folder or hub name) instead of the machine"),
 ]
-Model = Annotated[str | None, typer.Option("--model", "-m", help="With --head: check that the head fits this model")]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        help="Describe this model (name, folder or GGUF file): whether it runs here, its memory, the heads that fit. "
+        "With --head: check that the head fits it",
+    ),
+]
 
 
 def doctor(head: Head = None, model: Model = None, json: options.Json = False) -> None:
-    """Report versions, processor, GPU, memory, models, and what is fast here. With --head: describe a draft head."""
+    """Report versions, processor, GPU, memory, models, and what is fast here; or describe a model or a draft head."""
     from ..diagnostics.doctor import examine, examine_head
 
     if head is not None:
@@ -24,7 +32,13 @@ def doctor(head: Head = None, model: Model = None, json: options.Json = False) -
         console.json_line(described) if json else show_head(described)
         return
     if model is not None:
-        raise typer.BadParameter("it is compared with a head: pass one as `--head`", param_hint="--model")
+        from ..diagnostics.model_check import examine_model
+
+        facts = examine_model(model)
+        console.json_line(facts) if json else show_model(facts)
+        if facts["problem"] is not None:
+            raise typer.Exit(1)
+        return
     found = examine()
     if json:
         console.json_line(found)
@@ -73,6 +87,35 @@ def show(found: dict[str, Any]) -> None:
     console.text("\nFindings\n")
     for finding in found["findings"]:
         console.text(f"- {finding}\n")
+
+
+def show_model(facts: dict[str, Any]) -> None:
+    from ..diagnostics.model_check import title
+    from .show import count, memory
+
+    rows = [("model", facts.get("title") or facts["name"])]
+    if "architecture" in facts:
+        layers = f", {facts['layers']} layers" if facts.get("layers") else ""
+        rows.append(("architecture", f"{title(facts['architecture'])}{layers}"))
+    stored = f", {facts['quantization']}" if facts.get("quantization") else ""
+    rows.append(("format", facts["format"] + stored))
+    if "parameters" in facts:
+        parameters = facts["parameters"]
+        rows.append(("parameters", parameters if isinstance(parameters, str) else count(parameters)))
+    if "context" in facts:
+        rows.append(("context length", f"{facts['context']} tokens"))
+    if "memory" in facts:
+        rows.append(("memory", memory(facts)))
+    machine = facts.get("machine")
+    if machine is not None:
+        fits = machine.get("tokens_that_fit")
+        beside = "" if fits is None else f", room for {fits} tokens beside the weights" if fits else ", too little"
+        rows.append(("this machine", f"{machine['backend']}, {console.size(machine['free_bytes'])} free{beside}"))
+    if "heads" in facts:
+        rows.append(("heads that fit", ", ".join(facts["heads"]) or "none ships; `outrider train` makes one"))
+    problem = facts["problem"]
+    rows.append(("runs", "yes" if problem is None else f"no: {problem}"))
+    console.table("Model", ("", ""), rows, words=2)
 
 
 def show_head(described: dict[str, Any]) -> None:

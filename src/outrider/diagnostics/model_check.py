@@ -1,0 +1,107 @@
+"""`outrider doctor --model`: what a checkpoint is, whether it runs here, the memory it takes, the heads that fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import catalog
+from ..device import choose_backend, open_device
+from ..errors import UserError
+from ..kernels import Weight
+from ..models import Model, read_config
+from ..models.config import ARCHITECTURES
+from ..weights import Checkpoint
+from ..weights.checkpoint import map_file, read_json
+from ..weights.gguf_header import read_header
+from ..weights.loader import existing, open_path
+from .model_facts import TOKENS, describe_model
+
+
+class NoKernels:
+    """Kernels that only pass on what they get, to build a model without its weights."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda value, *_, **__: value
+
+
+class ShapesOnly:
+    """A checkpoint whose matrices are not read. Vectors are: they are small, and some must be floats."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.config, self.norms_are_offset = checkpoint.config, checkpoint.norms_are_offset
+
+    def names(self) -> list[str]:
+        return self.checkpoint.names()
+
+    def weight(self, name: str) -> Weight:
+        shape = self.checkpoint.tensors[name].shape
+        if len(shape) < 2:
+            return self.checkpoint.weight(name)
+        return Weight("bf16", shape, torch.empty(shape, dtype=torch.bfloat16, device="meta"))
+
+    def release(self) -> None:
+        return
+
+
+def examine_model(name: str) -> dict[str, Any]:
+    """Describe a model on disk, also one that cannot run: `problem` is the reason, or None."""
+    path = catalog.find(name) or (None if name in catalog.CATALOG else existing(name))
+    if path is None:
+        return {**describe_model(name), "problem": f"it is not on disk: fetch it with `outrider pull {name}`"}
+    try:
+        facts, problem = describe_model(name), None
+        check_tensors(path)
+    except UserError as error:
+        facts, problem = _stated(name, path), str(error)
+    return {**facts, "problem": problem, "machine": _machine(facts.get("memory", {}))}
+
+
+def check_tensors(path: Path) -> None:
+    """Refuse a checkpoint whose tensors are not those that its configuration asks for."""
+    checkpoint = open_path(path)
+    Model(read_config(checkpoint.config), ShapesOnly(checkpoint), NoKernels(), max_context=1)
+
+
+def _stated(name: str, path: Path) -> dict[str, Any]:
+    """Return what a checkpoint that cannot run says of itself."""
+    if path.is_dir():
+        config = read_json(path / "config.json")
+        names = config.get("architectures") or [None]
+        kind = config.get("model_type") or (names[0] if isinstance(names, list) else names)
+        text = config.get("text_config")
+        layers = (text if isinstance(text, dict) else config).get("num_hidden_layers")
+        return {"name": name, "path": str(path), "format": "safetensors", "architecture": kind, "layers": layers}
+    header = read_header(path, map_file(path))
+    kind = header.metadata.get("general.architecture")
+    return {
+        "name": name,
+        "path": str(path),
+        "format": "GGUF",
+        "architecture": kind,
+        "layers": header.metadata.get(f"{kind}.block_count"),
+        "parameters": sum(math.prod(tensor.shape) for tensor in header.tensors),
+    }
+
+
+def _machine(memory: dict[str, Any]) -> dict[str, Any]:
+    """Return the backend that `auto` selects, its free memory, and the tokens that fit beside the weights."""
+    backend = choose_backend("auto")
+    device = open_device(backend)
+    free = device.free_bytes()
+    found: dict[str, Any] = {"backend": backend, "free_bytes": free}
+    if "kv_bytes_per_1k_tokens" in memory:
+        left = max(free - memory["weights_bytes"], 0) * device.defaults.cache_share
+        found["tokens_that_fit"] = int(left / memory["kv_bytes_per_1k_tokens"] * TOKENS)
+    return found
+
+
+def title(architecture: object) -> str:
+    """Return the name of an architecture as its makers call it; as it is if it is unknown."""
+    known = ARCHITECTURES.get(str(architecture))
+    return known.label if known is not None else str(architecture or "unnamed")

@@ -1,0 +1,84 @@
+"""`outrider doctor --model`: what a checkpoint is, whether it runs, its memory, and why it does not run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+import tiny_gguf
+
+PARAMETERS = sum(parameter.numel() for parameter in tiny.original("phi3-long").parameters())
+
+
+def examined(outrider, path: object, code: int = 0) -> dict[str, Any]:
+    result = outrider("doctor", "--model", path, "--json")
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("name", ["phi3-long", "gemma2", "olmo2", "granite", "smollm3-window", "qwen2-yarn"])
+def test_models_that_run(outrider, tmp_path: Path, name: str) -> None:
+    folder = tiny.copy(name, tmp_path / name)
+    found = examined(outrider, folder)
+    assert found["problem"] is None
+    assert found["architecture"] == tiny.original(name).config.model_type
+    # 2 tensors of 2 heads of 16 floats in each layer, for each of 1000 tokens
+    assert found["memory"]["kv_bytes_per_1k_tokens"] == found["layers"] * 2 * 2 * 16 * 4 * 1000
+    assert found["machine"]["tokens_that_fit"] > 1000
+    assert found["heads"] == []
+
+
+def test_the_table_names_format_layers_parameters_and_memory(outrider, tmp_path: Path) -> None:
+    text = outrider("doctor", "-m", tiny.copy("phi3-long", tmp_path / "phi")).stdout
+    words = " ".join(text.split())
+    assert "architecture Phi-3 and Phi-4, 3 layers" in words
+    assert f"parameters {PARAMETERS / 1e6:.1f}M" in words
+    assert "format safetensors, F32" in words
+    assert "for the weights" in words and "for each 1000 tokens" in words
+    assert "heads that fit none ships" in words and "runs yes" in words
+
+
+def changed(tmp_path: Path, **keys: object) -> Path:
+    folder = tiny.copy("llama", tmp_path / "changed")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **keys}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"model_type": "mamba2"}, "the architecture `mamba2` is not supported"),
+        ({"num_hidden_layers": 4}, "lacks the tensor `model.layers.3."),
+        ({"num_hidden_layers": 2}, "holds the tensor `model.layers.2."),
+        ({"hidden_act": "relu"}, "the activation `relu` is not supported"),
+        ({"rope_parameters": {"rope_type": "ntk", "rope_theta": 1e4}}, "the rope type `ntk` is not supported"),
+    ],
+)
+def test_models_that_do_not_run_are_described_with_one_reason(
+    outrider, tmp_path: Path, keys: dict[str, object], reason: str
+) -> None:
+    folder = changed(tmp_path, **keys)
+    found = examined(outrider, folder, code=1)
+    assert reason in found["problem"] and "\n" not in found["problem"]
+    assert found["architecture"] == keys.get("model_type", "llama")
+    text = outrider("doctor", "-m", folder)
+    assert text.exit_code == 1 and "Traceback" not in text.output
+    assert reason.split("`")[0] in " ".join(text.stdout.split())
+
+
+def test_gguf_files_that_do_not_run_are_described(outrider, tmp_path: Path) -> None:
+    path = tiny_gguf.write("llama", tmp_path / "m.gguf")
+    path.write_bytes(path.read_bytes().replace(b"llama", b"bloom"))
+    found = examined(outrider, path, code=1)
+    assert (found["architecture"], found["format"], found["layers"]) == ("bloom", "GGUF", 3)
+    assert "the architecture `bloom`" in found["problem"]
+
+
+def test_models_that_are_not_there(outrider) -> None:
+    result = outrider("doctor", "-m", "no-such-model")
+    assert result.exit_code == 1 and result.stdout == "" and "no-such-model" in result.stderr
