@@ -104,6 +104,7 @@ class DeviceFacts:
     cache_share: float  # this and the next two: the device's defaults
     step_tokens: int
     decode_steps: int
+    window: int = 0  # the widest sliding window of all layers, in tokens; 0: some layer has none
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,12 @@ def step_tokens(config: EngineConfig, facts: DeviceFacts) -> int:
     return config.max_step_tokens or max(facts.step_tokens, 2 * config.max_requests)
 
 
+def _windows_fit(config: EngineConfig, facts: DeviceFacts, pages: int) -> bool:
+    """Return whether a text of any length fits, because the pages behind every layer's window are given back."""
+    held = facts.window + step_tokens(config, facts) + 4 * config.page_size
+    return facts.window > 0 and pages * config.page_size >= held
+
+
 def resolve(config: EngineConfig, facts: DeviceFacts) -> ResolvedConfig:
     """Fill in the options that the user left open; refuse those that do not fit the model or the memory."""
     context = config.max_context or facts.trained_context
@@ -210,7 +217,7 @@ def resolve(config: EngineConfig, facts: DeviceFacts) -> ResolvedConfig:
         model=config.model,
         backend=facts.backend,
         kv_dtype=facts.kv_dtype,
-        max_context=min(context, pages * config.page_size),
+        max_context=context if _windows_fit(config, facts, pages) else min(context, pages * config.page_size),
         max_requests=config.max_requests,
         max_step_tokens=step_tokens(config, facts),
         page_size=config.page_size,

@@ -83,6 +83,7 @@ class Engine:
             self.resolved.prefix_cache,
             self.resolved.decode_steps,
             self.adapters,
+            self._window,
         )
         with single_threaded_torch(backend):
             if self.device.defaults.warms_up:
@@ -266,10 +267,17 @@ class Engine:
             cache_share=defaults.cache_share,
             step_tokens=defaults.step_tokens,
             decode_steps=defaults.decode_steps,
+            window=self._window,
         )
         peak = self.device.peak_bytes(lambda: self._profile_run(config, facts, storages))
         free = max(self.device.free_bytes() - peak, 0)
         return configuration.resolve(config, replace(facts, free_bytes=free))
+
+    @property
+    def _window(self) -> int:
+        """Return the widest sliding window of all layers; 0 if some layer has none."""
+        windows = self.model.config.windows
+        return max(windows) if all(windows) else 0
 
     def _profile_run(self, config: EngineConfig, facts: DeviceFacts, storages: list[Pages]) -> None:
         """Run the largest steps over a cache that just holds them, to measure the memory that they take."""

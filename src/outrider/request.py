@@ -52,6 +52,7 @@ class CacheState:
     admitted: float | None = None  # `perf_counter` when it first left the queue
     computed: int = 0  # tokens whose keys and values are in the cache
     pages: list[int] = field(default_factory=list)
+    released: int = 0  # leading pages that were given back: no layer's window reaches them any more
     preemptions: int = 0
     cached_tokens: int = 0  # prompt tokens that the prefix cache supplied
 

@@ -6,6 +6,9 @@ preempted, and every request fits into the cache alone, so all of them finish.
 
 Drafted tokens run after a request's newest token. They use the tokens and pages that a step has left and never preempt
 a request. The keys and values of rejected tokens are not counted as computed, so the next step overwrites them.
+
+If every layer has a sliding window, a request gives back the pages that no window reaches any more. It keeps them if
+its drafter has keys and values in the same pages, because the drafter's layers may attend to the whole text.
 """
 
 from __future__ import annotations
@@ -77,12 +80,14 @@ class Scheduler:
         prefix_cache: bool = True,
         decode_steps: int = 1,
         adapters: AdapterSlots | None = None,
+        window: int = 0,
     ) -> None:
         """adapters: lends the slots in which requests with an adapter run; None: no request has one."""
         self.max_requests = max_requests
         self.max_step_tokens = max_step_tokens
         self.decode_steps = decode_steps  # limit on decode steps of one Step, if all rows are multi-step
         self.adapters = adapters
+        self.window = window  # the widest of all layers, in tokens; 0: some layer has none
         self.cache = PrefixCache(pages, page_size, prefix_cache)
         self._clock = itertools.count()
         self._order: dict[Request, int] = {}  # arrival number of every unfinished request
@@ -200,7 +205,7 @@ class Scheduler:
         for request in self._running:
             assert 0 <= request.computed < request.length, f"`{request.id}` has no token to run"
             assert len(request.pages) * size >= request.computed, f"`{request.id}` lost a page"
-            for page in request.pages:
+            for page in request.pages[request.released :]:
                 held[page] += 1
             for page in request.pages[request.computed // size :]:
                 assert self.cache.references(page) == 1, f"`{request.id}` would write a shared page"
@@ -229,7 +234,7 @@ class Scheduler:
             )
         longest = min(request.max_length, len(request.prompt) + request.params.max_tokens)
         capacity = self.cache.pages * self.cache.page_size
-        if longest > capacity:
+        if self._most_pages(request, longest) > self.cache.pages:
             raise UserError(
                 f"request `{request.id}` may grow to {longest} tokens, but the key/value cache holds {capacity}: "
                 "lower `max_tokens`, or raise `cache_tokens`"
@@ -369,9 +374,11 @@ class Scheduler:
         limit = self._reusable(request)
         match = self.cache.match(request.tokens(0, limit), limit, request.kv_method, request.cache_salt)
         request.pages, request.computed = match.pages, match.tokens
-        if self._missing_pages(request, request.length - request.computed) > self.cache.available:
-            self.cache.undo(match)
-            request.pages, request.computed = [], 0
+        self._release_passed(request)
+        missing = self._missing_pages(request, request.length - request.computed)
+        if min(missing, self._most_pages(request, request.length)) > self.cache.available:
+            self.cache.undo(replace(match, pages=match.pages[request.released :]))
+            request.pages, request.computed, request.released = [], 0, 0
             return False
         if request.admitted is None:
             request.admitted = time.perf_counter()
@@ -397,6 +404,24 @@ class Scheduler:
         needed = -(-(request.computed + count) // self.cache.page_size)
         return max(needed - len(request.pages), 0)
 
+    def _most_pages(self, request: Request, tokens: int) -> int:
+        """Return the pages that a request with this many tokens holds at once, at most."""
+        size = self.cache.page_size
+        pages = -(-tokens // size)
+        if not self.window or request.kv_method:
+            return pages
+        # The window, the largest step, the page before the window, and two pages that both begin and end within.
+        return min(pages, -(-(self.window + self.max_step_tokens) // size) + 3)
+
+    def _release_passed(self, request: Request) -> None:
+        """Give back the pages that no layer's window reaches any more, except the last: published pages follow it."""
+        if not self.window or request.kv_method:
+            return
+        first = (request.computed - self.window + 1) // self.cache.page_size - 1
+        if first > request.released:
+            self.cache.release_passed(request.pages[request.released : first])
+            request.released = first
+
     def _accept(self, row: Row, result: RowResult) -> None:
         request = row.request
         request.prompt_logprobs += result.prompt_logprobs
@@ -415,6 +440,7 @@ class Scheduler:
         if full > first:
             tokens = request.tokens(first * size, full * size)
             self.cache.publish(tokens, request.pages, first, request.kv_method, request.cache_salt)
+        self._release_passed(request)
         if ending == (FinishReason.STOP, None) and request.grammar and not request.grammar.complete(request.output):
             self.finish(request, FinishReason.ERROR, NO_TOKEN_ALLOWED)
         elif ending is not None:
@@ -467,5 +493,5 @@ class Scheduler:
 
     def _free_pages(self, request: Request) -> None:
         self._scheduled.pop(request, None)
-        self.cache.release(request.pages)
-        request.pages, request.computed = [], 0
+        self.cache.release(request.pages[request.released :])
+        request.pages, request.computed, request.released = [], 0, 0

@@ -53,3 +53,14 @@ def test_neighbours_chunks_and_cached_prefixes_change_no_bit(tiny_llm, model: st
         output = llm.generate(prompts, [BASE, SAMPLED, replace(BASE, temperature=0.5)])[1]
         assert visible(output) == alone
     assert output.stats.cached_tokens >= 16
+
+
+def test_a_text_in_few_pages_behind_its_windows_keeps_every_bit(tiny_llm) -> None:
+    """All layers of a Mistral have a window, so that a cache of 96 tokens serves a text of 100."""
+    params = replace(SAMPLED, max_tokens=60)
+    expected = tiny_llm("mistral").generate(PROMPT, params)[0]
+    for drafts in ({}, {"speculate": "ngram:adaptive=false"}):
+        llm = tiny_llm("mistral", cache_tokens=16 * 6, max_step_tokens=8, **drafts)
+        output = llm.generate(PROMPT, params)[0]
+        assert visible(output) == visible(expected)
+        llm.engine.scheduler.check()

@@ -63,8 +63,9 @@ class FakeRunner:
     Requests that a drafter follows have a second set of slots: a prefix without them must not be taken for them.
     """
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, window: int = 0) -> None:
         self.page_size = page_size
+        self.window = window  # tokens that a token reads, itself included; 0: all
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
         self.followed: dict[tuple[int, int], tuple[int, ...]] = {}
 
@@ -100,8 +101,10 @@ class FakeRunner:
     def read(self, slots: dict[tuple[int, int], tuple[int, ...]], request: Request, stop: int) -> tuple[int, ...]:
         """Tokens [0, stop) as the pages hold them; each slot must agree on all that stands before it."""
         history: tuple[int, ...] = ()
-        for position in range(stop):
+        begin = max(stop - self.window + 1, 0) if self.window else 0
+        for position in range(begin, stop):
             held = slots[self.slot(request, position)]
+            history = history or held[:-1]
             assert held[:-1] == history, f"`{request.id}` reads a page that was written for another prefix"
             history = held
         return history

@@ -14,9 +14,9 @@ from outrider.types import FinishReason, TokenLogprobs
 
 
 def make_scheduler(
-    pages: int = 50, max_requests: int = 8, max_step_tokens: int = 16, prefix_cache: bool = True
+    pages: int = 50, max_requests: int = 8, max_step_tokens: int = 16, prefix_cache: bool = True, window: int = 0
 ) -> Scheduler:
-    return Scheduler(pages, 2, max_requests, max_step_tokens, prefix_cache)
+    return Scheduler(pages, 2, max_requests, max_step_tokens, prefix_cache, window=window)
 
 
 def test_an_empty_scheduler_has_no_step() -> None:
@@ -413,3 +413,46 @@ def test_a_request_that_just_fits_runs_alone() -> None:
     drain(scheduler, runner)
     for request in requests:
         assert_plain(request)
+
+
+def test_pages_behind_every_window_are_given_back() -> None:
+    """A text of 60 tokens lives in 8 pages of 2: a window of 5, a step of 4, one page before, and rests of pages."""
+    scheduler, runner = make_scheduler(pages=8, max_step_tokens=4, window=5), FakeRunner(2, window=5)
+    request = make("a", [number % 4 for number in range(40)], 20)
+    scheduler.add(request)
+    while not scheduler.is_idle:
+        advance(scheduler, runner)
+        scheduler.check()
+        assert len(request.pages) - request.released <= 7
+    assert_plain(request)
+    assert scheduler.cache.available == 8
+
+
+def test_without_a_window_a_long_text_is_refused() -> None:
+    scheduler = make_scheduler(pages=8, max_step_tokens=4)
+    with pytest.raises(UserError, match="may grow to 60 tokens, but the key/value cache holds 16"):
+        scheduler.add(make("a", [1] * 40, 20))
+
+
+def test_a_drafter_with_kv_keeps_the_pages_behind_the_window() -> None:
+    scheduler, runner = make_scheduler(window=5), FakeRunner(2, window=5)
+    request = make("a", [1] * 20, 8)
+    request.kv_method = "eagle3"
+    scheduler.add(request)
+    for _ in range(5):
+        advance(scheduler, runner)
+        assert request.released == 0
+
+
+def test_a_prefix_behind_the_window_is_found_until_it_is_evicted() -> None:
+    scheduler, runner = make_scheduler(pages=12, max_step_tokens=4, window=5), FakeRunner(2, window=5)
+    prompt = [number % 4 for number in range(16)]
+    first, again, other = make("a", prompt, 2), make("b", prompt, 2), make("c", [3, 3, 1] * 12, 2)
+    for request, cached in ((first, 0), (again, 14), (other, 0)):
+        scheduler.add(request)
+        while not scheduler.is_idle:
+            advance(scheduler, runner)
+            scheduler.check()
+        assert request.cached_tokens == cached
+        assert_plain(request)
+    assert scheduler.cache.evictions > 0

@@ -51,7 +51,8 @@ class PrefixCache:
 
     A request publishes only below published pages that it holds, and releases pages from the last to the first.
     So a parent is held whenever its child is, it becomes idle after its child, and the least recently used idle page
-    is always a leaf.
+    is always a leaf. Pages that a window has passed (`release_passed`) are the exception: evicting one unpublishes the
+    pages below it.
     """
 
     def __init__(self, pages: int, page_size: int, sharing: bool = True) -> None:
@@ -67,6 +68,7 @@ class PrefixCache:
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._roots: dict[_Key, _Node] = {}
         self._drafters = {""}  # drafters that have published; empty: pages with the target's entries only
+        self._passed = False  # whether `release_passed` was called
         self._barred: set[int] = set()  # held while the cache was cleared: never published
 
     @property
@@ -151,6 +153,11 @@ class PrefixCache:
             else:
                 self._idle[page] = None
 
+    def release_passed(self, pages: Sequence[int]) -> None:
+        """Drop one reference to each page, while the caller keeps later pages of the same sequence."""
+        self._passed = True
+        self.release(pages)
+
     def clear(self) -> None:
         """Unpublish every page. Pages in use stay with their requests and are never matched again."""
         self._barred.update(page for page, count in enumerate(self._references) if count > 0)
@@ -177,7 +184,8 @@ class PrefixCache:
                 f"page {node.page} lacks its drafter's entries above"
             )
             assert parent is None or salt == parent.key[0], f"page {node.page} is below a page of another salt"
-            assert parent is None or parent.page in held or node.page in idle, f"page {node.page} outlives its parent"
+            in_order = parent is None or parent.page in held or node.page in idle
+            assert in_order or self._passed, f"page {node.page} outlives its parent"
             in_tree.add(node.page)
         assert in_tree == {page for page, node in enumerate(self._nodes) if node is not None}, "a page is unreachable"
         assert idle <= in_tree and not free & in_tree, "an idle page is unpublished, or a free one published"
@@ -213,11 +221,23 @@ class PrefixCache:
     def _evict(self) -> None:
         page, _ = self._idle.popitem(last=False)
         node = self._nodes[page]
-        assert node is not None and not node.children, f"page {page} is evicted before its children"
+        assert node is not None and (self._passed or not node.children), f"page {page} is evicted before its children"
         del node.siblings[node.key]
         self._nodes[page] = None
+        self._unpublish(node.children)
         self._free.append(page)
         self.evictions += 1
+
+    def _unpublish(self, nodes: dict[_Key, _Node]) -> None:
+        """Take these pages, and those below them, out of the tree. Idle ones become free."""
+        left = list(nodes.values())
+        while left:
+            node = left.pop()
+            left += node.children.values()
+            self._nodes[node.page] = None
+            if node.page in self._idle:
+                del self._idle[node.page]
+                self._free.append(node.page)
 
     def _nodes_and_parents(self) -> Iterator[tuple[_Node, _Node | None]]:
         """Yield every published node with its parent."""

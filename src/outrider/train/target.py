@@ -130,7 +130,7 @@ class TargetModel:
             )  # [T, E]
             for state, computed in zip(states, (hidden, *aux_states), strict=True):
                 state.index_copy_(0, rows, computed)
-        last = self.model.ops.rms_norm(states[0], self.model.norm, self.model.config.eps)  # [B * L, E]
+        last = self.model.ops.rms_norm(states[0], self.model.norm, self.model.config.stream_eps)  # [B * L, E]
         logits = self._head(states[0]) if with_logits else states.new_empty(shape[0] * shape[1], 0)  # [B * L, V]
         by_layer = {layer: state.view(*shape, width) for layer, state in zip(layers, states[1:], strict=True)}
         return TargetOutputs(on_device, by_layer, last.view(*shape, width), logits.view(*shape, -1))
