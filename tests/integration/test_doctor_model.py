@@ -82,3 +82,12 @@ def test_gguf_files_that_do_not_run_are_described(outrider, tmp_path: Path) -> N
 def test_models_that_are_not_there(outrider) -> None:
     result = outrider("doctor", "-m", "no-such-model")
     assert result.exit_code == 1 and result.stdout == "" and "no-such-model" in result.stderr
+
+
+def test_a_model_of_the_catalog_is_described_before_it_is_pulled(
+    outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    words = " ".join(outrider("doctor", "-m", "smollm2-135m").stdout.split())
+    assert "runs yes, after `outrider pull smollm2-135m`" in words
+    assert not list(tmp_path.rglob("*.gguf"))

@@ -114,7 +114,8 @@ def show_model(facts: dict[str, Any]) -> None:
     if "heads" in facts:
         rows.append(("heads that fit", ", ".join(facts["heads"]) or "none ships; `outrider train` makes one"))
     problem = facts["problem"]
-    rows.append(("runs", "yes" if problem is None else f"no: {problem}"))
+    runs = "yes" if "path" in facts else f"yes, after `outrider pull {facts['name']}`"
+    rows.append(("runs", runs if problem is None else f"no: {problem}"))
     console.table("Model", ("", ""), rows, words=2)
 
 

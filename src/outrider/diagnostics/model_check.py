@@ -50,10 +50,10 @@ class ShapesOnly:
 
 
 def examine_model(name: str) -> dict[str, Any]:
-    """Describe a model on disk, also one that cannot run: `problem` is the reason, or None."""
+    """Describe a model, also one that cannot run: `problem` is the reason, or None. Nothing is downloaded."""
     path = catalog.find(name) or (None if name in catalog.CATALOG else existing(name))
     if path is None:
-        return {**describe_model(name), "problem": f"it is not on disk: fetch it with `outrider pull {name}`"}
+        return {**describe_model(name), "problem": None, "machine": _machine({})}
     try:
         facts, problem = describe_model(name), None
         check_tensors(path)
