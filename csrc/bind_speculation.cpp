@@ -59,9 +59,11 @@ void verify_synthetic(Address sampled, const VerifyInputs& drafts, Address rates
 }
 
 void verify_rejection(Address logits, int vocabulary, const VerifyInputs& drafts, const SamplingMetadata& sampling,
-                      bool block, bool with_replacement, Address tokens, Address rows, Address counts) {
-  level().verify_rejection(at<const float>(logits), vocabulary, drafts, sampling, block, with_replacement,
-                           output_at(tokens, rows, counts));
+                      bool block, bool with_replacement, Address tokens, Address rows, Address counts,
+                      Address nonfinite) {
+  VerifyOutput output = output_at(tokens, rows, counts);
+  output.nonfinite = at<int32_t>(nonfinite);
+  level().verify_rejection(at<const float>(logits), vocabulary, drafts, sampling, block, with_replacement, output);
 }
 
 void bind_verification(nb::module_& module) {

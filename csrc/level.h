@@ -50,9 +50,9 @@ Rows prepare(const float* x, int tokens, int width, Activations activations, int
 void linear_tiles(const Matrix& matrix, const Rows& rows, int first, int last, float* out, int stride);
 
 OUTRIDER_FUNCTIONS(OUTRIDER_DECLARE)
-// Rejection sampling of the requests whose drafts are trees (verify_trees.cpp).
+// Rejection sampling of the requests whose drafts are trees (verify_trees.cpp). ignored: [R], tokens that are not tried.
 void verify_rejection_trees(const float* logits, int vocabulary, const VerifyInputs& drafts,
                             const SamplingMetadata& sampling, bool with_replacement, const std::vector<int>& requests,
-                            const VerifyOutput& output);
+                            const std::vector<uint8_t>& ignored, const VerifyOutput& output);
 
 }  // namespace outrider::LEVEL

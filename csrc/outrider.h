@@ -161,6 +161,7 @@ struct VerifyInputs {
 
 struct VerifyOutput {
   int32_t *tokens, *rows, *counts;  // [B][width + 1], [B][width + 1], [B]
+  int32_t* nonfinite = nullptr;     // [B], written by verify_rejection
 };
 
 struct LogitsProcessors {

@@ -93,6 +93,29 @@ struct Without {
   }
 };
 
+// Properties of some logits.
+struct Finite {
+  bool bounded;  // none is NaN or +inf
+  bool some;     // one is above -inf
+};
+
+static inline Finite finite_in(const float* row, int first, int last) {
+  const f32x16 high = splat(INFINITY), zero = splat(0.0f), one = splat(1.0f);
+  f32x16 wrong = zero, above = zero;
+  int i = first;
+  for (; i + 16 <= last; i += 16) {
+    const f32x16 logits = load(row + i);
+    wrong = max(where_greater(high, logits, zero, one), wrong);  // a comparison with NaN is false
+    above = max(where_greater(logits, splat(-INFINITY), one, zero), above);
+  }
+  Finite found{largest_lane(wrong) == 0, largest_lane(above) > 0};
+  for (; i < last; ++i) {
+    found.bounded &= row[i] < INFINITY;
+    found.some |= row[i] > -INFINITY;
+  }
+  return found;
+}
+
 namespace {
 
 // ---- verification ----
@@ -112,6 +135,39 @@ void check_forest(const VerifyInputs& drafts) {
     for (int row = 1; row < rows; ++row) sound &= parents[row] >= 0 && parents[row] < row;
     if (!sound) refuse("a parent in request " + std::to_string(request) + " does not lie before its child");
   }
+}
+
+// Return for each row whether its token is ignored: it was sampled from logits that are no distribution, because some
+// are NaN or +inf or all are -inf. Write their number for each request.
+std::vector<uint8_t> find_nonfinite(const VerifyInputs& drafts, const SamplingMetadata& sampling, int vocabulary,
+                                    int32_t* counts) {
+  check_forest(drafts);
+  std::vector<uint8_t> ignored(size_t(drafts.rows), 0);
+  std::fill(counts, counts + drafts.requests, 0);
+  if (!drafts.logits) return ignored;
+  const auto is_sampled = [&](int row) {
+    const int32_t token = drafts.tokens[row];
+    return drafts.drawn[row] && drafts.parents[row] >= 0 && token >= 0 && token < vocabulary &&
+           sampling.temperature[row] > 0;
+  };
+  const Table table(drafts.logits, drafts.rows, vocabulary);
+  std::vector<Finite> found(size_t(drafts.rows) * table.segments);
+  over_segments(table, [&](int row, int segment) {
+    if (is_sampled(row))
+      found[table.cell(row, segment)] = finite_in(table.row(row), segment * kSegment, table.end_of(segment));
+  });
+  for (int request = 0; request < drafts.requests; ++request)
+    for (int row = drafts.starts[request]; row < drafts.starts[request + 1]; ++row) {
+      if (!is_sampled(row)) continue;
+      Finite all{true, false};
+      for (int segment = 0; segment < table.segments; ++segment) {
+        all.bounded &= found[table.cell(row, segment)].bounded;
+        all.some |= found[table.cell(row, segment)].some;
+      }
+      ignored[row] = !(all.bounded && all.some);
+      counts[request] += ignored[row];
+    }
+  return ignored;
 }
 
 enum class Decision { accept, next, stop };
@@ -143,7 +199,7 @@ void follow_tree(const int32_t* sampled, const VerifyInputs& drafts, const Verif
 }
 
 struct Chain {
-  int first, length;  // logit row of its newest token; draft tokens before the first placeholder
+  int first, length;  // logit row of its newest token; draft tokens before the first that is none or ignored
   bool greedy, block;
   bool tree = false;  // handled by verify_trees.cpp
   int accepted = 0;
@@ -152,9 +208,11 @@ struct Chain {
 
 class ChainVerifier {
  public:
-  ChainVerifier(const float* logits, int vocabulary, const VerifyInputs& drafts, const SamplingMetadata& sampling)
+  ChainVerifier(const float* logits, int vocabulary, const VerifyInputs& drafts, const SamplingMetadata& sampling,
+                const std::vector<uint8_t>& ignored)
       : drafts_(drafts),
         sampling_(sampling),
+        ignored_(ignored),
         target_(logits, drafts.rows, vocabulary),
         draft_(drafts.logits, drafts.rows, vocabulary) {
     const size_t cells = size_t(drafts.rows) * target_.segments;
@@ -182,7 +240,6 @@ class ChainVerifier {
   bool is_token(int32_t id) const { return id >= 0 && id < target_.vocabulary; }
 
   void find_chains(bool block) {
-    check_forest(drafts_);
     for (int row = 0; row < drafts_.rows; ++row) p_[row].used = q_[row].used = false;
     for (int request = 0; request < drafts_.requests; ++request) {
       const int first = drafts_.starts[request], rows = drafts_.starts[request + 1] - first;
@@ -194,7 +251,9 @@ class ChainVerifier {
       if (chain.tree) trees_.push_back(request);
       chain.length = chain.tree ? -1 : 0;  // rows of trees are skipped here
       const int32_t* tokens = drafts_.tokens + first;
-      while (!chain.tree && chain.length + 1 < rows && is_token(tokens[chain.length + 1])) ++chain.length;
+      while (!chain.tree && chain.length + 1 < rows && is_token(tokens[chain.length + 1]) &&
+             !ignored_[first + chain.length + 1])
+        ++chain.length;
       for (int row = first; row <= first + chain.length; ++row) {
         p_[row].used = true;
         q_[row].used = row > first && drafts_.logits && drafts_.drawn[row] && !chain.greedy;
@@ -376,6 +435,7 @@ class ChainVerifier {
 
   const VerifyInputs& drafts_;
   const SamplingMetadata& sampling_;
+  const std::vector<uint8_t>& ignored_;  // [R]
   const Table target_, draft_;
   float* most_;                // [R][segments][2]: largest logits of target and draft
   double* sums_;               // the same for sums of exponentials, later for residual masses
@@ -416,9 +476,11 @@ void verify_synthetic(const int32_t* sampled, const VerifyInputs& drafts, const 
 
 void verify_rejection(const float* logits, int vocabulary, const VerifyInputs& drafts, const SamplingMetadata& sampling,
                       bool block, bool with_replacement, const VerifyOutput& output) {
-  ChainVerifier chains(logits, vocabulary, drafts, sampling);
+  const std::vector<uint8_t> ignored = find_nonfinite(drafts, sampling, vocabulary, output.nonfinite);
+  ChainVerifier chains(logits, vocabulary, drafts, sampling, ignored);
   const std::vector<int>& trees = chains.run(block, output);
-  if (!trees.empty()) verify_rejection_trees(logits, vocabulary, drafts, sampling, with_replacement, trees, output);
+  if (!trees.empty())
+    verify_rejection_trees(logits, vocabulary, drafts, sampling, with_replacement, trees, ignored, output);
 }
 
 }  // namespace outrider::LEVEL

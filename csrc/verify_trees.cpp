@@ -106,9 +106,10 @@ static inline Best noisy_prob(const float* shares, int first, int last, const Ke
 class TreeVerifier {
  public:
   TreeVerifier(const float* logits, int vocabulary, const VerifyInputs& drafts, const SamplingMetadata& sampling,
-               bool with_replacement, bool spread)
+               bool with_replacement, const std::vector<uint8_t>& ignored, bool spread)
       : drafts_(drafts),
         sampling_(sampling),
+        ignored_(ignored),
         with_replacement_(with_replacement),
         target_(logits, drafts.rows, vocabulary),
         draft_(drafts.logits, drafts.rows, vocabulary),
@@ -146,7 +147,7 @@ class TreeVerifier {
     for (int child = row + 1; child < end; ++child) {
       if (drafts_.parents[child] != row - first) continue;
       if (!is_token(drafts_.tokens[child])) break;
-      children_.push_back(child);
+      if (!ignored_[child]) children_.push_back(child);
     }
     const float* logits = target_.row(row);
     const float most = largest_of(logits);
@@ -248,12 +249,13 @@ class TreeVerifier {
 
   const VerifyInputs& drafts_;
   const SamplingMetadata& sampling_;
+  const std::vector<uint8_t>& ignored_;  // [R]
   const bool with_replacement_;
   const Table target_, draft_;
   const Segments segments_;
   std::vector<Best> best_;                          // [segments]
   Probs remaining_, next_remaining_, draft_probs_;  // residual of p; buffer for the next residual; draft distribution q
-  std::vector<int> children_;                       // children of the row, up to the first placeholder
+  std::vector<int> children_;                       // children of the row that are tried
   std::vector<int32_t> rejected_tokens_;  // tokens of rejected siblings, excluded when sampled without replacement
 };
 
@@ -261,10 +263,10 @@ class TreeVerifier {
 
 void verify_rejection_trees(const float* logits, int vocabulary, const VerifyInputs& drafts,
                             const SamplingMetadata& sampling, bool with_replacement, const std::vector<int>& requests,
-                            const VerifyOutput& output) {
+                            const std::vector<uint8_t>& ignored, const VerifyOutput& output) {
   const bool spread = int(requests.size()) < thread_count();
   const auto verify_request = [&](int at) {
-    TreeVerifier(logits, vocabulary, drafts, sampling, with_replacement, spread).run(requests[at], output);
+    TreeVerifier(logits, vocabulary, drafts, sampling, with_replacement, ignored, spread).run(requests[at], output);
   };
   if (!spread) return each_row(int(requests.size()), verify_request);
   for (size_t at = 0; at < requests.size(); ++at) verify_request(int(at));

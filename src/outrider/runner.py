@@ -194,6 +194,9 @@ class Runner:
             counts: list[int] = output.counts.tolist()
             tokens = [row[:count] for row, count in zip(output.tokens.tolist(), counts, strict=True)]
             chosen = [row[:count] for row, count in zip(output.rows.tolist(), counts, strict=True)]
+            if output.nonfinite is not None and inputs.verify_inputs.logits is not None:
+                requests = [rows[index].request for index in sampling]
+                self.spec_manager.count_nonfinite(requests, output.nonfinite.tolist())
         logprobs = self.sampler.row_logprobs(inputs, raw, tokens, chosen) if raw is not None else {}
         return SampledTokens(tokens, chosen, {sampling[row]: report for row, report in logprobs.items()})
 

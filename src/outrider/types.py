@@ -349,6 +349,7 @@ class SpecStats:
     drafters: dict[str, DrafterStats] = field(default_factory=dict)  # by name, where drafters are combined
     suspended: int = 0  # steps without a draft because it was not expected to pay
     suspension: Suspension | None = None  # why, the last time
+    nonfinite: int = 0  # drafted tokens that verification ignored: sampled from NaN, +inf or nothing but -inf
 
     @property
     def num_drafts(self) -> int:
@@ -443,6 +444,7 @@ class SpecStats:
             stats.accepted += theirs.accepted
         self.suspended += other.suspended
         self.suspension = other.suspension or self.suspension
+        self.nonfinite += other.nonfinite
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,7 @@ def test_the_times_of_requests_add_up(client) -> None:
 
 def test_speculation_counters_agree_with_the_engine(client, llm) -> None:
     client.post("/v1/completions", json=ASK)
+    llm.llm.method_stats["ngram"].nonfinite = 7
     found, spec_stats = read(client), llm.llm.method_stats["ngram"]
     drafts = one(found, "vllm:spec_decode_num_drafts_total")
     assert drafts == spec_stats.steps - spec_stats.widths.get(0, 0) > 0
@@ -145,6 +146,7 @@ def test_speculation_counters_agree_with_the_engine(client, llm) -> None:
     tokens_per_step = 1 + spec_stats.accepted / spec_stats.steps
     assert one(found, "outrider_tokens_per_step", method="ngram") == pytest.approx(tokens_per_step)
     assert one(found, "outrider_suspended_steps_total", method="ngram") == spec_stats.suspended
+    assert one(found, "outrider_nonfinite_draft_tokens_total", method="ngram") == 7
     assert sum(found["outrider_draft_width_steps_total"].values()) == spec_stats.steps
     assert one(found, "outrider_steps_total") > 0
 

@@ -44,7 +44,8 @@ def draw(trees: list[list[int]], vocabulary: int, seed: int = 1, noise: float = 
 
 
 def same(found: VerifyOutput, meant: VerifyOutput) -> bool:
-    return all(torch.equal(getattr(found, name), getattr(meant, name)) for name in ("tokens", "rows", "counts"))
+    names = ("tokens", "rows", "counts", "nonfinite")
+    return all(torch.equal(getattr(found, name), getattr(meant, name)) for name in names)
 
 
 def plain(ops: Kernels, logits: Tensor, sampling: SamplingMetadata) -> Tensor:
@@ -229,6 +230,27 @@ def test_rows_of_nan_stay_in_range(ops: Kernels, with_replacement: bool, hurt: s
         assert ((kept.rows >= 0) == filled).all()
 
 
+@AGAIN
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_children_of_nonfinite_distributions_are_ignored(ops: Kernels, with_replacement: bool, wrong: float) -> None:
+    """Siblings with another distribution are tried as if they were alone."""
+    logits, drafts = draw([[-1, 0, 0, 0, 1, 2, 3]] * COUNT, 60)
+    assert drafts.logits is not None
+    drafts.logits[1::7, 59] = wrong  # the first child, and by that its own child
+    kept = ops.verify_rejection(logits, drafts, sampling_for(drafts), False, with_replacement)
+    alone = [row for row in range(7 * COUNT) if row % 7 not in (1, 4)]
+    without = replace(
+        make_drafts([[-1, 0, 0, 1, 2]] * COUNT, [[-1] * 5] * COUNT),
+        tokens=drafts.tokens[alone],
+        logits=drafts.logits[alone],
+        drawn=torch.ones(5 * COUNT, dtype=torch.uint8),
+    )
+    meant = ops.verify_rejection(logits[alone], without, sampling_for(without), False, with_replacement)
+    assert torch.equal(kept.tokens[:, :3], meant.tokens[:, :3]) and torch.equal(kept.counts, meant.counts)
+    assert kept.nonfinite is not None and kept.nonfinite.tolist() == [1] * COUNT
+    assert set(kept.counts.tolist()) == {1, 2, 3}
+
+
 def test_banned_rows_give_token_0(ops: Kernels) -> None:
     drafts = make_drafts([[-1, 0, 0], [-1, 0, 0]], [[-1, 1, 2], [-1, 0, 1]])
     drawn = replace(drafts, logits=torch.zeros(6, 9), drawn=torch.ones(6, dtype=torch.uint8))
@@ -260,7 +282,7 @@ def test_nothing_is_read_or_written_outside(level: str, vocabulary: int) -> None
     inner, draft_logits = (buffer[64:-64].view_as(logits) for buffer in buffers)
     meant = cpu.verify_rejection(logits, drafts, sampling, False)
     columns = drafts.width + 1
-    results = [torch.full((9 * size + 32,), -77, dtype=torch.int32) for size in (columns, columns, 1)]
+    results = [torch.full((9 * size + 32,), -77, dtype=torch.int32) for size in (columns, columns, 1, 1)]
     _native.verify_rejection(
         inner.data_ptr(),
         vocabulary,
@@ -270,7 +292,7 @@ def test_nothing_is_read_or_written_outside(level: str, vocabulary: int) -> None
         False,
         *[each.data_ptr() + 64 for each in results],
     )
-    for each, whole in zip(results, (meant.tokens, meant.rows, meant.counts), strict=True):
+    for each, whole in zip(results, (meant.tokens, meant.rows, meant.counts, meant.nonfinite), strict=True):
         assert (each[:16] == -77).all() and (each[-16:] == -77).all()
         assert torch.equal(each[16:-16].view_as(whole), whole)
 

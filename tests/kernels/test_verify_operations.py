@@ -221,6 +221,31 @@ def test_a_placeholder_ends_the_chain(ops: Kernels, block: bool) -> None:
         assert torch.equal(kept.tokens[ended, 1], plain[1::4][ended])
 
 
+NONFINITE = {"one nan": (7, torch.nan), "one inf": (49, torch.inf), "nan": (..., torch.nan), "none": (..., -torch.inf)}
+
+
+@pytest.mark.parametrize("block", [False, True])
+@pytest.mark.parametrize("wrong", NONFINITE)
+def test_a_nonfinite_distribution_ends_the_chain(ops: Kernels, block: bool, wrong: str) -> None:
+    """Its token is not accepted, and the one in its place is the target's own choice."""
+    vocabulary, count, (at, value) = 50, 200, NONFINITE[wrong]
+    logits = inputs.normal(inputs.generator(5), 4 * count, vocabulary)
+    logits[1::4, 3] = 20.0  # so that the token would be accepted
+    draft_logits = logits.roll(1, 0)
+    drawn = torch.ones(4 * count, dtype=torch.uint8)
+    drafts = replace(chains([[2, 3, 4]] * count), logits=draft_logits, drawn=drawn)
+    sampling = ops.expand_sampling(sampling_for(drafts), drafts)
+    assert int(ops.verify_rejection(logits, drafts, sampling, block).counts.min()) > 2
+    draft_logits[2::4, at] = value
+    kept = ops.verify_rejection(logits, drafts, sampling, block)
+    plain = ops.sample(logits, replace(sampling, epochs=None, stream=philox.TARGET))
+    assert kept.counts.tolist() == [2] * count and torch.equal(kept.tokens[:, 1], plain[1::4])
+    assert kept.nonfinite is not None and kept.nonfinite.tolist() == [1] * count
+    greedy = ops.expand_sampling(sampling_for(drafts, temperature=0.0), drafts)
+    ignored = ops.verify_rejection(logits, drafts, greedy, block).nonfinite  # at temperature 0 nothing is sampled
+    assert ignored is not None and not ignored.any()
+
+
 def take_rows(logits: Tensor, draft_logits: Tensor, drafted: Tokens, stride: int) -> tuple[Tensor, VerifyInputs]:
     """The same requests with shorter drafts: the first rows of each run of `stride`."""
     drafts = chains(drafted)

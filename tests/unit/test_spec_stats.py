@@ -26,12 +26,13 @@ def test_without_drafts_the_mean_acceptance_length_is_1(plain: int) -> None:
     assert spec_stats.mean_acceptance_length == 1 and spec_stats.tokens_per_step == float(plain > 0)
 
 
-def test_suspensions_add_up_and_the_last_reason_stays() -> None:
+def test_suspensions_and_ignored_tokens_add_up_and_the_last_reason_stays() -> None:
     total, one, other = SpecStats(), SpecStats(), SpecStats()
     one.suspend(REASON, 3)
+    one.nonfinite, other.nonfinite = 2, 3
     for each in (one, other):
         total.add(each)
-    assert total.suspended == 3 and total.suspension == REASON
+    assert total.suspended == 3 and total.suspension == REASON and total.nonfinite == 5
 
 
 def test_a_suspension_reads_as_a_sentence() -> None:

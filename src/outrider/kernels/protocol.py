@@ -181,6 +181,9 @@ class Kernels(Protocol):
         the drafts. q: softmax(drafts.logits / temperature) where `drawn`, else one-hot. Rows at temperature 0 are
         verified exactly. Coins: stream ACCEPT, with the child's index as token; residuals: stream RESIDUAL; both
         keyed by epoch. The token after a fully accepted path, or without a draft: as in `sample`, on stream TARGET.
+
+        A sampled token whose drafts.logits are not finite (some NaN or +inf, or nothing but -inf) is ignored, as if it
+        and the tokens after it had not been drafted. That depends on no sampled token, so it is lossless.
         """
         ...
 

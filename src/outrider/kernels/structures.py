@@ -219,6 +219,7 @@ class VerifyOutput:
     tokens: Tensor  # [B, width + 1] int32: accepted drafted tokens, then one token of the target
     rows: Tensor  # [B, width + 1] int32: the logit row, counted from starts[b], that each was sampled from
     counts: Tensor  # [B] int32: tokens of each request, at least 1; all but the last were drafted
+    nonfinite: Tensor | None = None  # [B] int32, of `verify_rejection`: tokens ignored since their q is not finite
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,9 @@ class RunBuffers:
     seeds: Buffer
     tables: Buffer
     verify_inputs: VerifyInputs  # its tokens are written in each step: -1 and the draft of each row
-    output: Tensor  # [B, 1 + (W + 1) + W] int32: count, tokens, the draft that was verified
+    # [B, 1 + (W + 1) + W] int32: count, tokens, the draft that was verified; then the number of its tokens that were
+    # ignored, if verification reads distributions.
+    output: Tensor
     num_drafted: Tensor  # [B] int32: W
     unsampled: Tensor  # [B] uint8: 0, every row chooses a token
     requests: list[Request] = field(default_factory=list)  # requests whose floats and seeds are in the buffers
@@ -60,7 +62,7 @@ class MultiStepRunner:
         context: int,
     ) -> None:
         self.model, self.ops, self.device, self.pages = model, model.ops, device, pages
-        self.verifier = spec_manager.verifier
+        self.spec_manager, self.verifier = spec_manager, spec_manager.verifier
         self.planner, self.graphs, self.context = RunPlanner(spec_manager), graphs, context
         self.eager_drafter = spec_manager.plan.eager
         self.busy = 0.0  # seconds that the device worked in all runs so far
@@ -90,6 +92,9 @@ class MultiStepRunner:
         self.busy += seconds
         self.step_seconds = seconds / len(listed)
         results = read_results(buffers, step.rows, listed, drafts)
+        if width and self.verifier.reads_drafts:
+            ignored = [sum(output[row][-1] for output in listed) for row in range(len(requests))]
+            self.spec_manager.count_nonfinite(requests, ignored)
         return self.planner.learn(name, step.rows, results, width, fences)
 
     def warm_up(self, name: str, row: Row, width: int, times: int = 3) -> list[Fence]:
@@ -174,7 +179,10 @@ class MultiStepRunner:
             buffers.unsampled,
             self.model.config.vocabulary,
         )
-        torch.cat([following.counts[:, None], verified.tokens, state.drafts], 1, out=buffers.output)
+        parts = [following.counts[:, None], verified.tokens, state.drafts]
+        if verified.nonfinite is not None:
+            parts.append(verified.nonfinite[:, None])
+        torch.cat(parts, 1, out=buffers.output)
         state.newest.copy_(following.tokens)
         state.positions.add_(following.counts)
         state.last_accepted.copy_(following.ends)
@@ -272,7 +280,7 @@ class MultiStepRunner:
             seeds,
             tables,
             VerifyInputs(starts, tokens, upload(parents, torch.int32), width, logits, has_logits),
-            output=zeros((rows, 2 + 2 * width), torch.int32),
+            output=zeros((rows, 2 + 2 * width + (width > 0 and self.verifier.reads_drafts)), torch.int32),
             num_drafted=upload([width] * rows, torch.int32),
             unsampled=upload([0] * rows, torch.uint8),
         )
@@ -338,7 +346,7 @@ def read_results(
             results.append(RowResult(tokens, decode_steps=one, passes=len(outputs)))
             continue
         steps = [
-            DecodeStep(as_draft(output[index][width + 2 :]), output[index][1 : 1 + output[index][0]])
+            DecodeStep(as_draft(output[index][width + 2 : 2 * width + 2]), output[index][1 : 1 + output[index][0]])
             for output in outputs
         ]
         draft = as_draft(next_drafts[index])

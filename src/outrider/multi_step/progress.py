@@ -36,7 +36,7 @@ class RowProgress:
 
 
 class RunOutputs:
-    """The outputs of all steps of a run on the host: [B, 2 + 2 * W] each, as in RunBuffers.output."""
+    """The outputs of all steps of a run on the host, as in RunBuffers.output."""
 
     def __init__(self, device: Device, rows: Sequence[Row], steps: int, output: Tensor, queued: int) -> None:
         """queued: steps that may run before the host has read their outputs."""

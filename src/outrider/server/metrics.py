@@ -265,6 +265,12 @@ class Metrics:
         )
         yield from self._suspensions(method_stats)
         yield from self._adapters()
+        nonfinite = {
+            method: self._rising(f"nonfinite {method}", spec_stats.nonfinite)
+            for method, spec_stats in method_stats.items()
+        }
+        help_ = "Draft tokens ignored because their distribution was not finite"
+        yield self._by_label("outrider_nonfinite_draft_tokens", help_, "method", nonfinite)
         widths = {str(width): self._rising(f"width {width}", total.widths[width]) for width in sorted(total.widths)}
         yield self._by_label("outrider_draft_width_steps", "Steps by the number of drafted tokens", "width", widths)
 
@@ -378,4 +384,5 @@ def snapshot(spec_stats: SpecStats) -> SpecStats:
         spec_stats.widths.copy(),
         suspended=spec_stats.suspended,
         suspension=spec_stats.suspension,
+        nonfinite=spec_stats.nonfinite,
     )

@@ -223,6 +223,7 @@ class SpeculationManager:
         self._catch_up = CatchUpBuffers(target.page_size)
         self._pauses: dict[Request, Pause] = {}  # of requests whose last lookup found nothing that pays
         self.captured_drafting: CapturedDrafting | None = None  # set by the runner
+        self._warned: set[str] = set()  # methods whose logits were not finite
 
     # ---- requests ----
 
@@ -264,6 +265,18 @@ class SpeculationManager:
     def _is_blind(self, proposer: Proposer) -> bool:
         """Return whether tokens of a draft may not decide its width: they were sampled, and rejection reads that."""
         return self.plan.shapes_text and self.plan.sampled and proposer.needs.has_probs
+
+    def count_nonfinite(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
+        """Count drafted tokens that verification ignored, and warn once for each method."""
+        for request, count in zip(requests, counts, strict=True):
+            request.spec_stats.nonfinite += count
+            if count and request.method not in self._warned:
+                self._warned.add(request.method)
+                log.warning(
+                    "`%s` drafts from logits that are not finite (NaN or infinite). Such tokens are rejected, so texts "
+                    "are right but slower: its weights may be damaged, or overflow their type",
+                    request.method,
+                )
 
     def can_multi_step(self, name: str) -> bool:
         """Return whether requests of this method, or without one, can be decoded without the host."""
@@ -545,25 +558,17 @@ def validated(
     """Return the draft for each context, cut to its width. Raises ValueError if one cannot be verified."""
     drafts: list[Draft | None] = []
     reads = verifier.reads_drafts
-    finite = not reads or batch.logits is None or are_finite(batch.logits)  # all rows in one read from the device
     for context, full in zip(contexts, batch.drafts(), strict=True):
         draft = full.cut(context.num_draft_tokens)
         if not reads and draft.logits is not None:
             draft = replace(draft, logits=None)  # large, and not read
         check_draft(draft, vocabulary)
-        if not finite and draft.logits is not None and not are_finite(draft.logits):
-            raise ValueError(f"tokens were sampled from logits that are not finite: {draft.tokens}")
         if draft.parents == list(range(-1, len(draft.tokens) - 1)):
             draft = replace(draft, parents=None)  # a tree of one branch: chains are cheaper to run
         if draft.parents is not None and verifier.mode == "block":
             raise ValueError(f"a tree was drafted, but `verify=block` verifies only chains: {draft.parents}")
         drafts.append(draft if draft.tokens else None)
     return drafts
-
-
-def are_finite(logits: Tensor) -> bool:
-    """Return whether each row [..., V] is a distribution: its maximum is finite, so it has no NaN and is not empty."""
-    return bool(logits.amax(-1).isfinite().all())
 
 
 def check_draft(draft: Draft, vocabulary: int) -> None:

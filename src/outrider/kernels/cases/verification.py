@@ -153,6 +153,17 @@ def verify_synthetic(name: str, rates: Sequence[float]) -> Case:
     return Case("verify_synthetic", name, 4 * len(TREES), 0.0, build)
 
 
+def _plant_nonfinite(logits: Tensor) -> None:
+    """Make some rows no distributions: one NaN, one +inf, nothing but -inf or NaN. A few -inf are allowed."""
+    logits[1::5, -1], logits[3::7, 0], logits[5::11], logits[8::17] = torch.nan, torch.inf, -torch.inf, torch.nan
+    logits[2::5, ::3] = -torch.inf
+
+
+def _rejection_results(kept: VerifyOutput) -> tuple[Tensor, ...]:
+    assert kept.nonfinite is not None
+    return *results(kept), kept.nonfinite
+
+
 def _drawn_drafts(
     random: Generator, kind: str, chains: Sequence[Sequence[int]], logits: Tensor, sampling: SamplingMetadata
 ) -> VerifyInputs:
@@ -171,6 +182,9 @@ def _drawn_drafts(
     drawn = torch.ones_like(tokens, dtype=torch.uint8)
     if kind == "mixed":
         drawn[2::3] = 0
+    if kind == "nonfinite":
+        drawn[7::9] = 0
+        _plant_nonfinite(noisy_logits)
     with_logits = kind != "certain"
     return replace(
         drafts, tokens=tokens, logits=noisy_logits if with_logits else None, drawn=drawn if with_logits else None
@@ -190,7 +204,7 @@ def verify_rejection(
             indices = listed(items, len(chains))
             part = take_drafts(drafts, indices)
             wide = ops.expand_sampling(sampling.take(indices), part)
-            return results(ops.verify_rejection(logits[rows_of(drafts, indices)], part, wide, block))
+            return _rejection_results(ops.verify_rejection(logits[rows_of(drafts, indices)], part, wide, block))
 
         return run
 
@@ -227,6 +241,8 @@ def _drawn_trees(
         drawn[2::3] = 0
     if kind == "placeholders":
         tokens[4::7], tokens[6::11] = -1, vocabulary
+    if kind == "nonfinite":
+        _plant_nonfinite(draft_logits)
     with_logits = kind != "certain"
     tokens = torch.where(drafts.parents < 0, -1, tokens)
     return replace(
@@ -249,7 +265,8 @@ def reject_tree(
             indices = listed(items, len(trees))
             part = take_drafts(drafts, indices)
             wide = ops.expand_sampling(sampling.take(indices), part)
-            return results(ops.verify_rejection(logits[rows_of(drafts, indices)], part, wide, False, with_replacement))
+            own = logits[rows_of(drafts, indices)]
+            return _rejection_results(ops.verify_rejection(own, part, wide, False, with_replacement))
 
         return run
 
@@ -264,9 +281,11 @@ def _all() -> list[Case]:
     found += [verify_synthetic("all", [1.0] * 6), verify_synthetic("none", [0.0] * 6)]
     for block in (False, True):
         found += [
-            verify_rejection(kind, block, 1000, CHAINS * 3) for kind in ("drawn", "certain", "mixed", "placeholders")
+            verify_rejection(kind, block, 1000, CHAINS * 3)
+            for kind in ("drawn", "certain", "mixed", "placeholders", "nonfinite")
         ]
         found += [verify_rejection("drawn", block, size, CHAINS[:4]) for size in (7, 100, 8193)]
+        found += [verify_rejection("nonfinite", block, size, CHAINS[:4]) for size in (100, 4097)]
         found.append(verify_rejection("drawn", block, 151_936, CHAINS[4:6]))
         found.append(verify_rejection("drawn", block, 49_152, CHAINS[:1], timed=True))
     found += _tree_cases()
@@ -277,9 +296,10 @@ def _tree_cases() -> list[Case]:
     found = [
         reject_tree(kind, with_replacement, 1000, TREES * 3 + CHAINS)
         for with_replacement in (False, True)
-        for kind in ("drawn", "certain", "mixed", "placeholders")
+        for kind in ("drawn", "certain", "mixed", "placeholders", "nonfinite")
     ]
     found += [reject_tree("drawn", False, size, [*TREES, BUSH]) for size in (1, 2, 7, 65, 8193)]
+    found += [reject_tree("nonfinite", again, 65, [*TREES, BUSH]) for again in (False, True)]
     found.append(reject_tree("mixed", False, 151_936, [TREES[3], TREES[5]]))
     found.append(reject_tree("drawn", False, 49_152, [BUSH], timed=True))
     return found

@@ -161,6 +161,7 @@ def verify_rejection(
     tokens: int,
     rows: int,
     counts: int,
+    nonfinite: int,
     /,
 ) -> None: ...
 def run_layers(stack: LayerStack, x: int, batch: Batch, /) -> None: ...

@@ -6,6 +6,7 @@ Lengths are checked here, since a wrong one would cause an out-of-bounds read; v
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -156,7 +157,7 @@ def verify_rejection(
     logits: Tensor, drafts: VerifyInputs, sampling: SamplingMetadata, block: bool, with_replacement: bool = False
 ) -> VerifyOutput:
     rows, vocabulary = drafts.tokens.shape[0], logits.shape[1]
-    output = _empty_output(drafts)
+    output, nonfinite = _empty_output(drafts), torch.empty(drafts.starts.shape[0] - 1, dtype=INTEGER)  # [B]
     _native.verify_rejection(
         floats(logits, rows, vocabulary),
         vocabulary,
@@ -165,8 +166,9 @@ def verify_rejection(
         block,
         with_replacement,
         *_output_addresses(output),
+        nonfinite.data_ptr(),
     )
-    return output
+    return replace(output, nonfinite=nonfinite)
 
 
 def native_drafts(drafts: VerifyInputs, vocabulary: int = 0) -> _native.VerifyInputs:

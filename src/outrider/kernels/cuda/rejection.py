@@ -12,7 +12,7 @@ rejected siblings follows from one number per sibling: see `remaining`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ PASS = 2048  # tokens per iteration of a program that reads a whole row
 P_TOP = tl.constexpr(0)  # largest score of the target
 P_PER = tl.constexpr(1)  # one over the target's sum
 Q_TOP = tl.constexpr(2)  # largest score of the logits that the row's token was sampled from
-Q_PER = tl.constexpr(3)  # one over their sum; negative: the token was not sampled
+Q_PER = tl.constexpr(3)  # one over their sum; 0: they are not finite, so the token is ignored; negative: not sampled
 SCALE = tl.constexpr(4)  # renormalises q without the siblings that were sampled before
 LEFT = tl.constexpr(5)  # one over the residual mass after the row's token was rejected; 0: none, p stays
 WEIGHT = tl.constexpr(6)  # weight of p in the row's residual (block verification)
@@ -99,6 +99,23 @@ def read(logits, row, token, inside, vocabulary):
 
 
 @triton.jit
+def read_draft(logits, row, token, inside, vocabulary):
+    """Load logits of one row; NaN becomes +inf, which makes the largest score infinite."""
+    logit = tl.load(logits + row.to(tl.int64) * vocabulary + token, mask=inside, other=-float("inf"))
+    return tl.where(logit < float("inf"), logit, float("inf"))
+
+
+@triton.jit
+def tried(data, first, child):
+    """Return this child or the first sibling after it whose distribution is finite; -1: there is none."""
+    ignored = tl.load(data.stats + (first + child) * STATS + Q_PER, mask=child >= 0, other=1.0) == 0
+    while ignored:
+        child = tl.load(data.links + (first + child) * LINKS + NEXT_SIBLING)
+        ignored = tl.load(data.stats + (first + child) * STATS + Q_PER, mask=child >= 0, other=1.0) == 0
+    return child
+
+
+@triton.jit
 def measure(scores):
     """Return the largest score and the sum of exponentials relative to it."""
     top = tl.max(scores, 0)
@@ -155,7 +172,7 @@ def is_drawn_token(data, tokens, row, token, with_replacement: tl.constexpr):
     """Return where a token is the row's own, which later siblings cannot be unless sampled with replacement."""
     taken = token < 0
     if not with_replacement:
-        taken = tl.where(tl.load(data.stats + row * STATS + Q_PER) >= 0, token == tl.load(tokens + row), False)
+        taken = tl.where(tl.load(data.stats + row * STATS + Q_PER) > 0, token == tl.load(tokens + row), False)
     return taken
 
 
@@ -182,6 +199,7 @@ def verify_rejection(
     logits: Tensor, drafts: VerifyInputs, sampling: SamplingMetadata, block: bool, with_replacement: bool = False
 ) -> VerifyOutput:
     kept = empty_output(drafts)
+    kept = replace(kept, nonfinite=torch.empty_like(kept.counts))
     (rows, vocabulary), (requests, columns), device = logits.shape, kept.tokens.shape, logits.device
     if not requests:
         return kept
@@ -245,7 +263,7 @@ def _partial_softmax(
             drawn_here = is_drawn(drawn, trees, target, first, row)
             if drawn_here:
                 safe_temp = tl.load(target.temperature + first + tl.load(trees.parents + row)).to(tl.float64)
-                top, mass = measure(read(draft_logits, row, token, inside, vocabulary).to(tl.float64) / safe_temp)
+                top, mass = measure(read_draft(draft_logits, row, token, inside, vocabulary).to(tl.float64) / safe_temp)
                 tl.store(parts + out * 4 + 2, top)
                 tl.store(parts + out * 4 + 3, mass)
 
@@ -320,7 +338,7 @@ def _try_children(data, trees, target, keys, columns, vocabulary, block: tl.cons
         epoch = 0 if keys.epochs is None else tl.load(keys.epochs + row)
         kept = tl.full((), -1, tl.int32)
         child_index = tl.full((), 0, tl.int32)
-        child = tl.load(data.links + row * LINKS + FIRST_CHILD)
+        child = tried(data, first, tl.load(data.links + row * LINKS + FIRST_CHILD))
         while child >= 0:
             at = first + child
             drafted = tl.load(trees.tokens + at)
@@ -329,7 +347,7 @@ def _try_children(data, trees, target, keys, columns, vocabulary, block: tl.cons
             )
             q = draft_prob(data, trees.tokens, at, drafted, drafted >= 0, gone, temp, vocabulary)
             passed = (p > 0) & (uniform(seed, position, child_index, ACCEPT, epoch) * q <= p)
-            following = tl.load(data.links + at * LINKS + NEXT_SIBLING)
+            following = tried(data, first, tl.load(data.links + at * LINKS + NEXT_SIBLING))
             kept = tl.where(passed, child, kept)
             if (temp > 0) & (following >= 0) & (passed == 0):
                 _reject_child(
@@ -385,8 +403,8 @@ def sample_last(
         data, trees, target, keys, scores, found, logits.shape[1], pieces, split.size, with_replacement, num_warps=8
     )
     _write[(requests,)](
-        data.links, trees, target.temperature, scores, found, kept.tokens, kept.rows, kept.counts,
-        columns, pieces, split.padded, split.padded_rows,
+        data, trees, target.temperature, scores, found, kept.tokens, kept.rows, kept.counts, kept.nonfinite,
+        columns, logits.shape[1], pieces, split.padded, split.padded_rows,
         num_warps=1,
     )  # fmt: skip
 
@@ -409,7 +427,7 @@ def _sample_last(
         seed, position = tl.load(keys.seeds + row), tl.load(keys.positions + row)
         token = split * piece + tl.arange(0, piece)
         inside = token < vocabulary
-        stop = tl.load(data.links + row * LINKS + FIRST_CHILD)
+        stop = tried(data, first, tl.load(data.links + row * LINKS + FIRST_CHILD))
         if stop < 0:
             logit = read(data.logits, row, token, inside, vocabulary)
             score = tl.div_rn(logit, tl.where(temp > 0, temp, 1.0)) + gumbel(seed, position, token, TARGET, 0)
@@ -418,10 +436,10 @@ def _sample_last(
             ).to(tl.float64)
             spare = score
         else:
-            following = tl.load(data.links + (first + stop) * LINKS + NEXT_SIBLING)
+            following = tried(data, first, tl.load(data.links + (first + stop) * LINKS + NEXT_SIBLING))
             while following >= 0:
                 stop = following
-                following = tl.load(data.links + (first + stop) * LINKS + NEXT_SIBLING)
+                following = tried(data, first, tl.load(data.links + (first + stop) * LINKS + NEXT_SIBLING))
             p, gone = remaining(
                 data, trees.tokens, first, row, stop, token, inside, truncation, vocabulary, with_replacement
             )
@@ -442,9 +460,9 @@ def log_or_none(mass):
     return tl.where(mass > 0, tl.log(tl.where(mass > 0, mass, 1.0)), -float("inf"))
 
 
-@triton.jit(do_not_specialize=["columns", "pieces"])
+@triton.jit(do_not_specialize=["columns", "vocabulary", "pieces"])
 def _write(
-    links, trees, temperature, scores, found, kept_tokens, kept_rows, counts, columns, pieces,
+    data, trees, temperature, scores, found, kept_tokens, kept_rows, counts, nonfinite, columns, vocabulary, pieces,
     many: tl.constexpr, wide: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0)
@@ -454,14 +472,15 @@ def _write(
     taken = tl.full((wide,), -1, tl.int32)
     row = tl.full((), 0, tl.int32)
     depth = tl.full((), 0, tl.int32)
-    going = first < tl.load(trees.starts + request + 1)
+    end = tl.load(trees.starts + request + 1)
+    going = first < end
     while going:
-        kept = tl.load(links + (first + row) * LINKS + KEPT)
+        kept = tl.load(data.links + (first + row) * LINKS + KEPT)
         going = kept >= 0
         if going:
             token = tl.load(trees.tokens + first + kept)
         else:
-            token = _last_token(links, temperature, scores, found, first + row, request * pieces, pieces, many)
+            token = _last_token(data.links, temperature, scores, found, first + row, request * pieces, pieces, many)
         path = tl.where(at == depth, row, path)
         taken = tl.where(at == depth, token, taken)
         row = tl.where(going, kept, row)
@@ -470,6 +489,10 @@ def _write(
     tl.store(kept_tokens + index, taken, mask=at < columns)
     tl.store(kept_rows + index, path, mask=at < columns)
     tl.store(counts + request, depth)
+    drafted = tl.load(trees.tokens + first + at, mask=first + at < end, other=-1)
+    real = (drafted >= 0) & (drafted < vocabulary)
+    per = tl.load(data.stats + (first + at) * STATS + Q_PER, mask=real, other=1.0)
+    tl.store(nonfinite + request, tl.sum((per == 0).to(tl.int32), 0))
 
 
 @triton.jit
@@ -555,12 +578,12 @@ def _accept(data, trees, target, keys, parts, vocabulary, pieces, many: tl.const
     plain = tl.full((), 0, tl.int32)  # tokens before the first failure
     longest = tl.full((), 0, tl.int32)
     depth = tl.full((), 0, tl.int32)
-    child = tl.load(data.links + first * LINKS + FIRST_CHILD, mask=first < end, other=-1)
+    child = tried(data, first, tl.load(data.links + first * LINKS + FIRST_CHILD, mask=first < end, other=-1))
     while child >= 0:
         row = first + depth
         p, q = _token_probs(data, trees.tokens, row, target, vocabulary)
         weight = _weight_after(weight, p, q)
-        child = tl.load(data.links + (row + 1) * LINKS + FIRST_CHILD)
+        child = tried(data, first, tl.load(data.links + (row + 1) * LINKS + FIRST_CHILD))
         part = parts + ((row + 1) * pieces + piece).to(tl.int64) * 4
         left = tl.sum(tl.load(part, mask=(piece < pieces) & (child >= 0), other=0.0), 0)
         whole = left + 1 - weight

@@ -149,27 +149,41 @@ def verify_rejection(
     for first, rows in requests if block else []:
         if parents[first : first + rows] != list(range(-1, rows - 1)):
             raise ValueError(f"the draft in rows {first} .. {first + rows - 1} is no chain: `block` takes chains alone")
-    children = _children(drafts, logits.shape[1])
+    nonfinite = _nonfinite(drafts, sampling, logits.shape[1])
+    children = _children(drafts, logits.shape[1], nonfinite)
     kept = []
     for part in row_chunks(len(requests), (drafts.width + 1) * logits.shape[1]):
         starts, lengths = torch.tensor(requests[part]).unbind(1)
         if block:
-            kept.append(_verify_chains(logits, drafts, sampling, starts, lengths))
+            kept.append(_verify_chains(logits, drafts, sampling, starts, lengths, nonfinite))
         else:
             kept.append(_TreeRejection(logits, drafts, sampling, with_replacement, children).run(starts))
     tokens, rows_kept, counts = (torch.cat(each).int() for each in zip(*kept, strict=True))
-    return VerifyOutput(tokens, rows_kept, counts)
+    ignored = torch.tensor([int(nonfinite[first : first + rows].sum()) for first, rows in requests], dtype=torch.int32)
+    return VerifyOutput(tokens, rows_kept, counts, ignored)
 
 
-def _children(drafts: VerifyInputs, vocabulary: int) -> Tensor:
-    """Return the children of each row in order, up to the first placeholder: [R, most], padded with -1."""
+def _nonfinite(drafts: VerifyInputs, sampling: SamplingMetadata, vocabulary: int) -> Tensor:
+    """Return which tokens were sampled from logits that are no distribution: [R] bool."""
+    if drafts.logits is None or drafts.drawn is None:
+        return torch.zeros_like(drafts.tokens, dtype=torch.bool)
+    sampled = drafts.drawn.bool() & (drafts.tokens >= 0) & (drafts.tokens < vocabulary) & (drafts.parents >= 0)
+    return sampled & (sampling.temperature > 0) & ~drafts.logits.amax(-1).isfinite()  # the maximum of NaN is NaN
+
+
+def _children(drafts: VerifyInputs, vocabulary: int, nonfinite: Tensor) -> Tensor:
+    """Return the children of each row in order, up to the first placeholder, without those in `nonfinite` [R].
+
+    [R, most], padded with -1.
+    """
     parents = drafts.parents.tolist()
     found: list[list[int]] = [[] for _ in parents]
     for first, rows in request_rows(drafts):
         for row in range(first + 1, first + rows):
             found[first + parents[row]].append(row)
     real = ((drafts.tokens >= 0) & (drafts.tokens < vocabulary)).tolist()
-    tried = [list(takewhile(real.__getitem__, each)) for each in found]
+    ignored = nonfinite.tolist()
+    tried = [[row for row in takewhile(real.__getitem__, each) if not ignored[row]] for each in found]
     most = max(map(len, tried), default=0)
     return torch.tensor([each + [-1] * (most - len(each)) for each in tried]).view(len(tried), most)
 
@@ -229,7 +243,7 @@ class _TreeRejection:
 
 @dataclass(frozen=True)
 class _Chains:
-    """Chains padded to the width, each up to its first placeholder."""
+    """Chains padded to the width, each up to its first placeholder or token that is ignored."""
 
     rows: Tensor  # [B, width + 1], logit rows
     tokens: Tensor  # [B, width], 0 where there is none
@@ -244,10 +258,10 @@ class _Chains:
 
 
 def _verify_chains(
-    logits: Tensor, drafts: VerifyInputs, sampling: SamplingMetadata, first: Tensor, rows: Tensor
+    logits: Tensor, drafts: VerifyInputs, sampling: SamplingMetadata, first: Tensor, rows: Tensor, nonfinite: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return tokens [B, width + 1], rows [B, width + 1] and counts [B] of chains, by block verification."""
-    chains = _chain_rows(logits, drafts, sampling, first, rows)
+    chains = _chain_rows(logits, drafts, sampling, first, rows, nonfinite)
     accepted, weights = _accept(chains, sampling)
     width, vocabulary = drafts.width, logits.shape[1]
     out = torch.full((len(first), width + 1), -1)
@@ -266,13 +280,13 @@ def _verify_chains(
 
 
 def _chain_rows(
-    logits: Tensor, drafts: VerifyInputs, sampling: SamplingMetadata, first: Tensor, rows: Tensor
+    logits: Tensor, drafts: VerifyInputs, sampling: SamplingMetadata, first: Tensor, rows: Tensor, nonfinite: Tensor
 ) -> _Chains:
     width, vocabulary = drafts.width, logits.shape[1]
     row_index = first[:, None] + torch.arange(width + 1).clamp(max=rows[:, None] - 1)
     tokens = drafts.tokens[row_index[:, 1:]].long()
     real = (torch.arange(width) < rows[:, None] - 1) & (tokens >= 0) & (tokens < vocabulary)
-    real = real.cumprod(1).bool()
+    real = (real & ~nonfinite[row_index[:, 1:]]).cumprod(1).bool()
     tokens = torch.where(real, tokens, 0)
     p = probabilities(logits[row_index.flatten()], sampling.take(row_index.flatten())).view(
         *row_index.shape, vocabulary
