@@ -29,13 +29,15 @@ from outrider.weights import open_checkpoint
 
 METHODS = (
     "eagle3:draft_vocabulary=60,length=2",
+    "eagle:length=2",
+    "peagle:draft_vocabulary=60,length=2,layers=1",
     "dflash:block=3,layers=1",
     "dspark:block=3,layers=1,markov_rank=8",
     "medusa:heads=3",
     "mtp:length=2",
     "draft_model:width=64,layers=1",
 )
-SPECULATORS = {"eagle3", "dflash", "dspark", "medusa", "mtp"}
+SPECULATORS = {"eagle3", "eagle", "peagle", "dflash", "dspark", "medusa", "mtp"}
 FLAGS = ("--tokens", 500, "--max-new", 24, "--rows", 2, "--length", 80, "--steps", 5, "--backend", "cpu")
 
 
@@ -58,7 +60,7 @@ def trained(model: Path, prompts: Path) -> Path:
     out = prompts.parent / "whole"
     result = type_in(*METHODS, "-m", model, "--prompts", prompts, "--out", out, *FLAGS)
     assert result.exit_code == 0, result.stderr
-    assert f"`{out}` holds eagle3, dflash, dspark, medusa, mtp, draft_model after 5 steps\n" == result.stdout
+    assert f"`{out}` holds {', '.join(TRAINABLE)} after 5 steps\n" == result.stdout
     assert "step 3 of 5" not in result.stdout  # progress goes to stderr
     return out
 
@@ -100,7 +102,7 @@ def test_the_card_records_the_run(trained: Path, prompts: Path, model: Path, met
         assert card["data"]["answered"] >= 500 and card["tokens_seen"] > 0
         assert [point["step"] for point in card["head"]["losses"]] == [3, 5]
         assert all(point["loss"] > 0 for point in card["head"]["losses"])
-        assert len(card["trained_beside"]) == 5
+        assert len(card["trained_beside"]) == len(METHODS) - 1
     assert not (trained / "draft_model-speculators").exists()
 
 
@@ -183,7 +185,7 @@ def refused(result: Any, fragment: str, lines: int = 1) -> None:
 
 
 MISTAKES: dict[str, tuple[tuple[object, ...], str]] = {
-    "method": (("eagle4",), "the method `eagle4` cannot be trained (did you mean `eagle3`?)"),
+    "method": (("eagle4",), "the method `eagle4` cannot be trained (did you mean `eagle`?)"),
     "option": (("eagle3:lenght=3",), "`eagle3` has no training option `lenght` (did you mean `length`?)"),
     "value": (("eagle3:length=long",), "`length` is `long`: expected a whole number"),
     "range": (("eagle3:length=0",), "`length` is 0"),

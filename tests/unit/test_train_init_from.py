@@ -32,6 +32,8 @@ from outrider.weights import open_checkpoint
 
 ASKED = {
     "eagle3": "eagle3:length=2,draft_vocabulary=60",
+    "eagle": "eagle:length=2",
+    "peagle": "peagle:length=2,draft_vocabulary=60,layers=1",
     "dflash": "dflash:block=3,layers=1,head=trained",
     "dspark": "dspark:block=4,layers=1,aux_layers=1/3,markov_rank=4,draft_vocabulary=60",
     "medusa": "medusa:heads=2,draft_vocabulary=60",

@@ -19,7 +19,7 @@ from . import console, options
 if TYPE_CHECKING:
     from ..train.progress import ProgressEvent
 
-TRAINED_METHODS = "eagle3, dflash, dspark, medusa, mtp or draft_model"
+TRAINED_METHODS = "eagle3, eagle, peagle, dflash, dspark, medusa, mtp or draft_model"
 
 
 def train(

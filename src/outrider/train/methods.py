@@ -27,6 +27,8 @@ class Trainable:
 
 TRAINABLE: Mapping[str, Trainable] = {
     "eagle3": Trainable("autoregressive", "EagleDraftHead", "EagleOptions"),
+    "eagle": Trainable("eagle1", "Eagle1DraftHead"),
+    "peagle": Trainable("peagle", "PEagleDraftHead"),
     "dflash": Trainable("block", "DFlashDraftHead", "DFlashOptions"),
     "dspark": Trainable("block", "DSparkDraftHead"),
     "medusa": Trainable("medusa", "MedusaDraftHead"),

@@ -1,4 +1,4 @@
-"""Heads that draft one token after the other: EAGLE-3 and multi-token prediction.
+"""Heads that draft one token after the other: EAGLE-3 and multi-token prediction; EAGLE-1 and P-EAGLE extend them.
 
 They are trained by unrolling: later steps read the head's own states.
 
@@ -11,7 +11,7 @@ R answer tokens.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -50,6 +50,7 @@ class UnrollConfig:
     weights: tuple[float, ...]  # of the losses, by step
     loss: Loss
     rows: int  # rows of logits in memory at a time
+    logit_weight: float = 1.0  # of the loss of the logits, beside that of the states
 
 
 class UnrolledKV:
@@ -96,7 +97,7 @@ class AutoregressiveHead(DraftHead):
         self.register_buffer("embedding", embedding / scale if scale != 1 else embedding, persistent=False)
         self.register_buffer("ids", ids)
         self.layers = nn.ModuleList([first, *(CausalLayer(shape) for _ in range(unroll.layers - 1))])
-        self.norm = Norm(shape.width, shape.eps)
+        self.norm: nn.Module = Norm(shape.width, shape.eps)  # before lm_head
         self.rotary = Rotary(shape.rope, shape.head_dim, positions)
 
     @property
@@ -110,7 +111,7 @@ class AutoregressiveHead(DraftHead):
 
     @property
     @abstractmethod
-    def token_norm(self) -> Norm: ...
+    def token_norm(self) -> nn.Module: ...
 
     @property
     @abstractmethod
@@ -124,17 +125,29 @@ class AutoregressiveHead(DraftHead):
     def enter(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         """Join normed tokens and states [B, L, E]: the first layer's residual [B, L, E] f32 and its attention input."""
 
+    def later_inputs(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the tokens and states that a step after the first reads, given the text's and its own output."""
+        return tokens, states
+
+    def state_loss(self, states: Tensor, target_states: Tensor, rows: Tensor, weights: Tensor) -> Tensor | None:
+        """Return a loss of states [R, E] that predict rows [R] of target_states [B * L, E], summed by weights [R].
+
+        None: the logits alone have a loss.
+        """
+        return None
+
     def outputs(self, target_outputs: TargetOutputs) -> Iterator[Tensor]:
         """Yield for each step the state for lm_head and for the next step: [B, L, E] f32."""
         pack, length = target_outputs.pack, target_outputs.pack.tokens.shape[1]
-        ahead = functional.pad(pack.tokens, (0, len(self.unroll.weights)))  # [B, L + S]
-        tokens = to_autocast(self.token_norm(functional.embedding(ahead, self.embedding)))  # [B, L + S, E]
+        padded = functional.pad(pack.tokens, (0, len(self.unroll.weights)))  # [B, L + S]
+        tokens = to_autocast(self.token_norm(functional.embedding(padded, self.embedding)))  # [B, L + S, E]
         ranges, last = causal_ranges(pack.documents), len(self.rotary.cos) - 1
         kvs = [UnrolledKV(ranges) for _ in self.layers]
         state = self.states(target_outputs)
         for step in range(1, 1 + len(self.unroll.weights)):
             positions = (pack.positions + step).clamp(max=last)  # beyond the last one no loss is computed
-            x, attention_input = self.enter(tokens[:, step : step + length], state)
+            ahead = tokens[:, step : step + length]
+            x, attention_input = self.enter(*((ahead, state) if step == 1 else self.later_inputs(ahead, state)))
             for number, (layer, kv) in enumerate(zip(self.layers, kvs, strict=True)):
                 assert isinstance(layer, CausalLayer)
                 if number:
@@ -151,16 +164,20 @@ class AutoregressiveHead(DraftHead):
             rows, exists = answers.rows(step)  # [R] each
             weights = (exists & (answers.argmax >= 0)).float()
             first = first if step else weights.sum().clamp(min=1)
+            weights = weights * self.unroll.weights[step]
+            picked = states.flatten(0, 1).index_select(0, rows)  # [R, E]
             scores = score(
-                [(states.flatten(0, 1).index_select(0, rows), self.matrix)],
+                [(picked, self.matrix)],
                 answers.logits,
-                weights * self.unroll.weights[step],
+                weights * self.unroll.logit_weight,
                 self.unroll.loss,
                 answers.logsumexp,
                 self.unroll.rows,
                 answers.tokens - 1,
             )
-            losses.append(scores.loss)
+            last_states = target_outputs.last_state.flatten(0, 1)
+            of_states = self.state_loss(picked, last_states, answers.tokens - 1, weights)
+            losses.append(scores.loss if of_states is None else scores.loss + of_states)
             correct = exists & (scores.argmax == answers.argmax)
             counts.append(torch.stack([exists.sum(), correct.sum(), (scores.overlap * exists).sum()]))
         counted, correct, overlap = torch.stack(counts, 1).float().detach()  # [S] each
@@ -261,7 +278,10 @@ class EagleDraftHead(AutoregressiveHead):
         return self.target_rows if self.lm_head is None else self.lm_head.weight
 
     def states(self, target_outputs: TargetOutputs) -> Tensor:
-        states = [target_outputs.aux_states[layer] for layer in self.aux_layers]
+        return self._fuse([target_outputs.aux_states[layer] for layer in self.aux_layers])
+
+    def _fuse(self, states: Sequence[Tensor]) -> Tensor:
+        """Join the states of all aux layers, [B, L, E] each, to the state that an entry reads: [B, L, E] f32."""
         normed = [to_autocast(norm(state)) for norm, state in zip(self.fc_norm, states, strict=True)]
         fused: Tensor = self.fc(torch.cat(normed, -1))  # [B, L, aux layers * E] to [B, L, E]
         return fused.float()

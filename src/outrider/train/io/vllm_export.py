@@ -1,5 +1,5 @@
-"""The export for vLLM: EAGLE-3, DFlash and DSpark in the layout of speculators, Medusa in vLLM's own, MTP modules as
-in Qwen3-Next.
+"""The export for vLLM: EAGLE-3, P-EAGLE, DFlash and DSpark in the layout of speculators, Medusa in vLLM's own, MTP
+modules as in Qwen3-Next, EAGLE-1 as SafeAILab publishes it.
 
 Heads of the speculators layout include embedding and lm_head, so that the folder is self-contained.
 """
@@ -58,7 +58,7 @@ def translate(export: HeadExport, target_info: TargetInfo, tokens: int) -> Confi
     The result is read back; a property that the layout cannot express is refused.
     """
     ours = read_back(export.config, with_d2t(export))
-    form = {"eagle3": _eagle3, "dflash": _block, "dspark": _block, "medusa": _medusa, "mtp": _mtp}.get(ours.shape.kind)
+    form = FORMS.get(ours.shape.kind)
     if form is None:
         raise UserError(
             f"heads of the method `{ours.shape.kind}` have no layout that vLLM loads: use the one in Outrider's layout"
@@ -95,7 +95,9 @@ def with_d2t(export: HeadExport) -> dict[str, Tensor]:
 def _eagle3(head: Head, export: HeadExport, target_info: TargetInfo, tokens: int) -> ConfigTensors:
     shape: EagleShape = head.shape
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    config = _speculators("Eagle3Speculator", head, export, target_info, tokens)
+    architecture = "Eagle3Speculator" if shape.mask is None else "PEagleDraftModel"
+    config = _speculators(architecture, head, export, target_info, tokens)
+    config |= {} if shape.mask is None else {"mask_token_id": shape.mask}
     config |= {
         "eagle_aux_hidden_state_layer_ids": list(shape.aux_layers or target_info.aux_layers),
         "embed_requires_grad": False,
@@ -231,3 +233,19 @@ def _mtp(head: Head, export: HeadExport, target_info: TargetInfo, tokens: int) -
             f"modules in the layout of {head.shape.layout} are not exported: use the one in Outrider's layout"
         )
     return dict(export.config), export.tensors
+
+
+def _eagle(head: Head, export: HeadExport, target_info: TargetInfo, tokens: int) -> ConfigTensors:
+    """Return the head as published: vLLM puts `Eagle` before the class of its layer."""
+    return dict(export.config) | {"architectures": ["LlamaForCausalLM"]}, export.tensors
+
+
+FORMS = {
+    "eagle": _eagle,
+    "eagle3": _eagle3,
+    "peagle": _eagle3,
+    "dflash": _block,
+    "dspark": _block,
+    "medusa": _medusa,
+    "mtp": _mtp,
+}
