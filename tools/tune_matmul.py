@@ -1,4 +1,4 @@
-"""Time the tilings of the fused matmul on this GPU, and print the table TUNED of kernels/cuda/matmul.py.
+"""Time the tilings of the fused matmuls on this GPU, and print the tables TUNED of matmul.py and quantized_matmul.py.
 
 Run it without arguments. Each time is that of one matmul in a CUDA graph of many, over copies of the matrix that
 together exceed the cache. Afterwards whole stacks of layers are timed with the chosen tilings, with and without PDL.
@@ -9,15 +9,17 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from outrider.kernels.cuda import quantized_matmul
 from outrider.kernels.cuda.device import DEVICE, LAUNCH
-from outrider.kernels.cuda.matmul import TUNED, Tiling, choose, launch
-from outrider.kernels.cuda.matrices import Matrix
+from outrider.kernels.cuda.epilogue import Biases, Tiling
+from outrider.kernels.cuda.matmul import TUNED, choose, launch
+from outrider.kernels.cuda.matrices import MOST_TILES, PADDED, PER_WORD, Matrix
 
 TOKENS = (1, 5)
 MANY_BYTES = 250_000_000  # bytes of all copies of a matrix: several times the L2 cache
@@ -33,7 +35,7 @@ class Shape:
     outputs: int
     columns: int
     use: Literal["norm", "add", "gated"]  # what is fused: the norm before, the residual after, norm and gate
-    kind: Literal["float", "int8", "int4"] = "float"
+    kind: Literal["float", "int8", "int4", "fp8"] = "float"
 
     @property
     def gated(self) -> bool:
@@ -46,7 +48,9 @@ class Shape:
     @property
     def bytes(self) -> int:
         numbers = self.rows * self.columns
-        return {"float": 2 * numbers, "int8": numbers + numbers // 16, "int4": numbers // 2 + numbers // 8}[self.kind]
+        if self.kind == "float":
+            return 2 * numbers
+        return numbers if self.kind == "fp8" else numbers + numbers // 16 if self.kind == "int8" else 5 * numbers // 8
 
 
 LARGE = (
@@ -63,12 +67,8 @@ SMALL = (
     Shape("135M down", 576, 1536, "add"),
 )
 SMALL_HEAD = Shape("135M head", 49152, 576, "norm")
-QUANTISED = (
-    Shape("8B int8 gate, up", 14336, 4096, "gated", "int8"),
-    Shape("8B int8 down", 4096, 14336, "add", "int8"),
-    Shape("8B int4 gate, up", 14336, 4096, "gated", "int4"),
-    Shape("8B int4 down", 4096, 14336, "add", "int4"),
-)
+QUANTIZED_KINDS: tuple[Literal["fp8", "int4", "int8"], ...] = ("fp8", "int4", "int8")
+QUANTISED = tuple(replace(shape, kind=kind) for kind in QUANTIZED_KINDS for shape in (*LARGE, LARGE_HEAD))
 FOR_LARGE = [
     Tiling(16, 256, 4, 4),
     Tiling(16, 512, 4, 3),
@@ -94,11 +94,11 @@ FOR_SMALL = [
     Tiling(32, 128, 4, 5),
 ]
 FOR_QUANTISED = [
-    Tiling(32, 256, 4, 3),
-    Tiling(64, 64, 4, 4),
-    Tiling(64, 128, 4, 3),
-    Tiling(64, 128, 4, 4),
-    Tiling(128, 128, 8, 3),
+    Tiling(outputs, columns, warps, stages, parts=parts)
+    for outputs, warps in ((64, 4), (128, 4), (64, 2), (32, 1))
+    for columns in (128, 256)
+    for stages in (3, 4, 6)
+    for parts in (1, 2, 4, 8)
 ]
 
 
@@ -114,7 +114,7 @@ def main() -> None:
         for shape in shapes:
             tune(shape, (tiling for tiling in tilings if time.perf_counter() - started < SECONDS), copy)
     say("TUNED = {")
-    for key, tiling in TUNED.items():
+    for key, tiling in (*TUNED.items(), *quantized_matmul.TUNED.items()):
         say(f"    {key}: {tiling},".replace("'", '"'))
     say("}\n")
     time_layers("8B", LARGE, LARGE_HEAD, 32, 8, copy)
@@ -129,7 +129,9 @@ def tune(shape: Shape, tilings: Iterable[Tiling], copy: float) -> None:
     others = [seconds(cublas(shape, matrices, tokens)) for tokens in TOKENS] if shape.kind == "float" else []
     say(f"{shape.name}: {shape.rows} x {shape.columns}, {shape.bytes / 1e6:.1f} MB")
     for tiling in tilings:
-        if tiling.outputs > 16 and shape.outputs < FEWEST * tiling.outputs:
+        if tiling.outputs > 16 and shape.outputs * tiling.parts < FEWEST * tiling.outputs:
+            continue
+        if tiling.parts > 1 and shape.outputs >= 2 * MOST_TILES * tiling.outputs // tiling.parts:
             continue
         try:
             times = [seconds(fused(shape, matrices, tokens, tiling)) for tokens in TOKENS]
@@ -140,9 +142,11 @@ def tune(shape: Shape, tilings: Iterable[Tiling], copy: float) -> None:
         say(f"  {tiling}: {report(times, shape, copy)}")
     if others:
         say(f"  cuBLAS, nothing fused: {report(others, shape, copy)}")
-    if best[1] is not None:
-        TUNED[(shape.kind, matrices[0].data.element_size(), shape.rows, shape.columns, shape.gated)] = best[1]
-        say(f"  best: {best[1]}\n")
+    if best[1] is not None and shape.kind == "float":
+        TUNED[(matrices[0].data.element_size(), shape.rows, shape.columns, shape.gated)] = best[1]
+    elif best[1] is not None:
+        quantized_matmul.TUNED[(shape.kind, shape.rows, shape.columns, shape.gated, best[1].rows)] = best[1]
+    say(f"  best: {best[1]}\n")
     choose.cache_clear()
 
 
@@ -158,10 +162,18 @@ def random_matrix(shape: Shape) -> Matrix:
     if shape.kind == "float":
         data = torch.randn(size, dtype=torch.bfloat16, device=DEVICE) / shape.columns**0.5
         return Matrix("float", size, data, torch.bfloat16)
-    width, dtype = (shape.columns, torch.int8) if shape.kind == "int8" else (shape.columns // 2, torch.uint8)
-    data = torch.randint(0, 127, (shape.rows, width), dtype=dtype, device=DEVICE)
-    scales = torch.rand(shape.rows, shape.columns // 32, dtype=torch.float16, device=DEVICE) / 1000
-    return Matrix(shape.kind, size, data, torch.bfloat16, 32, scales, scales if shape.kind == "int4" else None)
+    per_word = PER_WORD[shape.kind]
+    words = torch.randint(0, 1 << 14, (shape.rows, shape.columns // per_word), dtype=torch.int16, device=DEVICE)
+    if shape.kind == "fp8":
+        span, channel = PADDED // per_word, torch.rand(shape.rows, device=DEVICE)
+        return Matrix(shape.kind, size, words, torch.bfloat16, span, channel=channel)
+    entries = shape.columns // (per_word * 32), shape.rows, per_word  # a scale for 32 columns
+    if shape.kind == "int8":
+        scales = torch.rand(entries, dtype=torch.bfloat16, device=DEVICE)
+    else:
+        scales = torch.rand(*entries, 2, dtype=torch.bfloat16, device=DEVICE).view(torch.int32).squeeze(-1)
+    paired = shape.kind == "int4"
+    return Matrix(shape.kind, size, words, torch.bfloat16, 32, groups=per_word, paired=paired, scales=scales)
 
 
 def fused(shape: Shape, matrices: list[Matrix], tokens: int, tiling: Tiling) -> list[Callable[[], Any]]:
@@ -174,8 +186,13 @@ def fused(shape: Shape, matrices: list[Matrix], tokens: int, tiling: Tiling) -> 
     )  # [T, N]
     activation: Literal["silu"] | None = "silu" if shape.gated else None
 
+    none = Biases(None, None)
+
     def call(matrix: Matrix) -> Callable[[], None]:
-        return lambda: launch(x, matrix, norm, EPS, None, None, out, (tiling.rows, tiling), activation, residual)
+        if shape.kind == "float":
+            return lambda: launch(x, matrix, norm, EPS, none, out, tiling, activation, residual)
+        states = x.to(torch.bfloat16)
+        return lambda: quantized_matmul.launch(states, matrix, none, out, activation, residual, tiling)
 
     return [call(matrix) for matrix in matrices]
 
@@ -251,7 +268,7 @@ def time_layers(name: str, shapes: tuple[Shape, ...], head: Shape, layers: int, 
 
 
 def chosen(shape: Shape) -> Tiling:
-    return choose(shape.kind, 2 if shape.kind == "float" else 1, shape.rows, shape.columns, shape.gated)
+    return choose(2, shape.rows, shape.columns, shape.gated)
 
 
 def say(line: str) -> None:

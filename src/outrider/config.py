@@ -13,7 +13,7 @@ from .validation import check_type
 
 DTYPES = ("float32", "float16", "bfloat16")
 BACKENDS = ("cpu", "cuda", "reference")
-QUANTIZE = ("int8", "int4")
+QUANTIZE = ("int8", "int4", "fp8")
 ACTIVATIONS = ("high", "fast")
 GRAPHS = ("NONE", "FULL_DECODE_ONLY", "FULL")
 NO_PIECEWISE = ", but a step is captured whole or not at all, since pieces would leave attention and drafts to the host"
@@ -32,7 +32,7 @@ class EngineConfig:
 
     model: str = "smollm2-135m"
     backend: str = "auto"  # cpu; cuda: an NVIDIA GPU; reference: plain torch, slow; auto: cuda if supported, else cpu
-    quantize: str | None = None  # int8 or int4: quantize float weights while loading
+    quantize: str | None = None  # int8, int4 or fp8: quantize float weights while loading
     activations: str = "auto"  # cpu, quantized weights: high or fast (int8); auto: by the instruction set
     kv_dtype: str = "auto"  # float32, float16, bfloat16
     max_context: int | None = None  # limit on prompt and output together, in tokens; None: the trained context

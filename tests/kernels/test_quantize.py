@@ -27,7 +27,8 @@ def error(values: Tensor, to: str) -> float:
 
 @pytest.mark.parametrize("source", ["f32", "f16", "bf16"])
 @pytest.mark.parametrize(
-    ("to", "kind", "limit"), [("int8", "q8_0", 0.007), ("int5", "q5_1", 0.042), ("int4", "q4_1", 0.08)]
+    ("to", "kind", "limit"),
+    [("int8", "q8_0", 0.007), ("int5", "q5_1", 0.042), ("int4", "q4_1", 0.08), ("fp8", "fp8", 0.03)],
 )
 def test_the_result_is_close_and_of_the_promised_kind(source: str, to: str, kind: str, limit: float) -> None:
     values = torch.randn(48, 256, generator=torch.Generator().manual_seed(1)).to(FORMATS[source].dtype).float()
@@ -43,6 +44,19 @@ def test_no_number_of_int8_is_further_off_than_half_a_step() -> None:
     step = values.reshape(64, 4, 32).abs().amax(2, keepdim=True) / 127
     # A half rounds the scale by up to 2^-11 of itself, which moves the 127th step by 0.062 of one.
     assert ((found - values).reshape(64, 4, 32).abs() <= step * 0.563).all()
+
+
+def test_fp8_has_a_scale_for_each_row() -> None:
+    values = (
+        torch.randn(5, 64, generator=torch.Generator().manual_seed(2)) * torch.tensor([1e-6, 1, 1e4, 0, 3])[:, None]
+    )
+    found = quantize_weight(matrix(values), "fp8")
+    scales = found.data.view(5, 2, 36)[:, :, :4].contiguous().view(torch.float32)  # [rows, blocks, 1]
+    assert torch.equal(scales[:, 0, 0], values.abs().amax(1) / 448)
+    assert torch.equal(scales[:, 0], scales[:, 1])
+    numbers = dequantize(found)
+    assert ((numbers - values).abs() <= values.abs() / 16 + scales[:, 0] / 512).all()
+    assert numbers[3].eq(0).all()
 
 
 def searched(x: Tensor, highest: int, cuts: Sequence[float]) -> Tensor:

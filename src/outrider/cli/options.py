@@ -35,7 +35,7 @@ METHOD_NAMES = ", ".join(METHODS)
 MODEL_HELP = "Model: a name from the catalog, a hub name such as org/name:Q4_K_M, a folder, a GGUF file, or its URL"
 
 Model = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
-Quantize = Annotated[str | None, typer.Option(help="Quantize float weights while loading: int8 or int4")]
+Quantize = Annotated[str | None, typer.Option(help="Quantize float weights while loading: int8, int4 or fp8")]
 Activations = Annotated[
     str,
     typer.Option(

@@ -70,6 +70,21 @@ def dequantize(weight: Weight) -> Tensor:
     return out.reshape(weight.shape)
 
 
+def quantize_fp8(weight: Weight) -> Weight:
+    """Quantize a float matrix [N, K] to e4m3 with a scale for each row, on its own device."""
+    rows, columns = weight.shape
+    out = torch.empty(rows, row_bytes("fp8", columns), dtype=torch.uint8, device=weight.data.device)
+    step = max(DEQUANTIZE_CHUNK // columns, 1)
+    for first in range(0, rows, step):
+        values = weight.data[first : first + step].to(torch.float32)  # [rows, K]
+        scales = values.abs().amax(1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max  # [rows, 1]
+        quants = (values / scales.clamp(min=torch.finfo(torch.float32).tiny)).to(torch.float8_e4m3fn)
+        blocks = out[first : first + step].view(len(values), -1, 4 + BLOCK)
+        blocks[:, :, :4] = scales.view(torch.uint8)[:, None]
+        blocks[:, :, 4:] = quants.view(torch.uint8).view(len(values), -1, BLOCK)
+    return Weight("fp8", weight.shape, out)
+
+
 def _half(packed: Tensor) -> Tensor:
     """Bytes [X, 2n] that are n halves, as fp32 [X, n]."""
     return packed.contiguous().view(torch.float16).to(torch.float32)

@@ -12,15 +12,15 @@ from outrider.kernels import Activation, Weight, cuda, reference
 from outrider.kernels.cases import CASES, Case, difference, inputs, layers
 from outrider.kernels.cases.case import LOOSE
 from outrider.kernels.cases.inputs import Shape
-from outrider.kernels.cuda import matmul, matrices, pointwise
+from outrider.kernels.cuda import matmul, matrices, pointwise, quantized_matmul
 from outrider.kernels.cuda.device import DEVICE
-from outrider.kernels.cuda.matmul import Tiling
+from outrider.kernels.cuda.epilogue import Biases, Tiling
 from outrider.kernels.cuda.matrices import Matrix
 from outrider.kernels.quantization import FORMATS, dequantize
 
 EPS = 1e-5
 BIASES = ("gate_bias", "up_bias", "down_bias")
-STORED = {"float": "bf16", "int8": "q5_1", "int4": "q4_1"}  # a format for each storage
+STORED = {"float": "bf16", "int8": "q8_0", "int8 with minima": "q5_1", "int4": "q4_1", "fp8": "fp8"}
 
 
 @pytest.fixture(autouse=True)
@@ -83,10 +83,10 @@ def test_packed_matrices_are_stacked(kinds: list[str], monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(("kinds", "storage"), [(["q4_0", "q4_1"], "int4"), (["q4_0", "q5_0"], "int8")])
 def test_quantized_matrices_stay_quantized(kinds: list[str], storage: str) -> None:
-    packed = matrices.pack([weight(kind, 4, 64) for kind in kinds])
+    packed = matrices.pack([weight(kind, 4, 128) for kind in kinds])
     assert packed.kind == storage
-    assert (packed.minima is None) == (storage == "int8")
-    assert packed.data.nbytes == 8 * 64 // (2 if storage == "int4" else 1)
+    assert packed.paired == (storage == "int4")
+    assert packed.data.nbytes == 8 * 128 // (2 if storage == "int4" else 1)
 
 
 @pytest.mark.parametrize("storage", STORED)
@@ -150,14 +150,17 @@ def test_many_rows_dequantize_a_matrix_in_parts(kind: str, monkeypatch: pytest.M
         ("f16", Tiling(32, 128, 4, 3)),
         ("bf16", Tiling(16, 64, 4, 8)),
         ("bf16", Tiling(64, 256, 4, 4)),
-        ("q5_1", Tiling(32, 64, 4, 3)),
+        ("q5_1", Tiling(32, 128, 4, 3)),
+        ("q8_0", Tiling(16, 128, 4, 3, rows=8)),
         ("q4_1", Tiling(32, 128, 4, 3)),
-        ("q6_k", Tiling(64, 128, 4, 3)),
+        ("q6_k", Tiling(64, 128, 4, 3, parts=2)),
+        ("fp8", Tiling(64, 128, 4, 3)),
     ],
 )
 def test_rows_do_not_depend_on_each_other(storage: str, tiling: Tiling, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row, five, forty: the same bits, for tilings that divide neither side of the matrix."""
-    monkeypatch.setattr(matmul, "tiling", lambda matrix, gated: tiling)
+    for module in (matmul, quantized_matmul):
+        monkeypatch.setattr(module, "tiling", lambda *ignored: tiling)
     columns = 256 if storage == "q6_k" else 96
     matrix = matrices.matrix(weight(storage, 37, columns), batch_invariant=True)
     x, scale = normal(1, 40, columns), normal(2, columns)
@@ -175,12 +178,9 @@ def test_fast_matmuls_of_few_rows_have_the_batch_invariant_bits() -> None:
 
 
 def test_tilings_depend_on_the_matrix_alone() -> None:
-    seen = []
-    matrix = matrices.matrix(weight("bf16", 40, 96), batch_invariant=True)
-    for tokens in (1, 16, 17, 1000):
-        seen.append(matmul._shape(tokens, matrix, False))
-    tile = matmul.tiling(matrix, False)
-    assert set(seen) == {(tile.rows, tile)}
+    matrix = matrices.matrix(weight("q4_1", 40, 96), batch_invariant=True)
+    tilings = [quantized_matmul.tiling(matrix, False, tokens) for tokens in (1, 16, 17, 1000)]
+    assert len({(tile.outputs, tile.columns, tile.warps, tile.parts) for tile in tilings}) == 1
 
 
 @pytest.mark.parametrize("kind", ["f32", "q4_1", "q6_k"])
@@ -188,7 +188,8 @@ def test_ids_of_padding_read_the_ends_of_a_table(kind: str) -> None:
     stored = weight(kind, 11, 256)
     tokens = torch.tensor([-(1 << 31), -1, 0, 4, 10, 11, (1 << 31) - 1], dtype=torch.int32, device=DEVICE)
     meant = dequantize(stored)[tokens.cpu().long().clamp(0, 10)] * 2.5
-    assert near(pointwise.embed(matrices.matrix(stored), tokens, 2.5), meant, torch.float16)
+    table = matrices.matrix(stored)
+    assert near(pointwise.embed(table, tokens, 2.5), meant, table.compute)
 
 
 def test_norms_of_any_width_add_to_their_output() -> None:
@@ -232,18 +233,58 @@ TILINGS = {
     "parts of one step": Tiling(16, 64, 4, 1, rows=8, parts=3, slices=2),
 }
 GATED = [(name, "silu") for name, tile in TILINGS.items() if tile.parts == 1]  # others are not cut into parts
+QUANTIZED_TILINGS = {
+    "one part": Tiling(16, 128, 4, 1),
+    "several chunks, eight rows": Tiling(16, 256, 4, 2, rows=8),
+    "three parts, many rows": Tiling(32, 256, 2, 2, parts=3, rows=128),
+}
 
 
-@pytest.mark.parametrize("kind", STORED.values())
+def gated_if(activation: Activation | None, product: Tensor) -> Tensor:
+    if activation is None:
+        return product
+    gate, up = product.chunk(2, 1)
+    return functional.silu(gate) * up
+
+
 @pytest.mark.parametrize(("name", "activation"), [*[(name, None) for name in TILINGS], *GATED])
-def test_any_tiling_gives_the_same_matmul(name: str, activation: Activation | None, kind: str) -> None:
-    tile, columns, outputs = TILINGS[name], 192, 21
-    stored = weight(kind, outputs * (1 if activation is None else 2), columns)
+def test_any_tiling_gives_the_same_matmul(name: str, activation: Activation | None) -> None:
+    columns, outputs = 192, 21
+    stored = weight("bf16", outputs * (1 if activation is None else 2), columns)
     x, norm = normal(2, 10, columns), normal(3, columns)
     found = torch.empty(10, outputs, device=DEVICE)
-    matmul.launch(x, matrices.matrix(stored), norm, EPS, None, None, found, (tile.rows, tile), activation, False)
-    meant = rms_norm(x.cpu(), norm.cpu()) @ dequantize(stored).T
-    if activation is not None:
-        gate, up = meant.chunk(2, 1)
-        meant = functional.silu(gate) * up
+    none = Biases(None, None)
+    matmul.launch(x, matrices.matrix(stored), norm, EPS, none, found, TILINGS[name], activation, False)
+    meant = gated_if(activation, rms_norm(x.cpu(), norm.cpu()) @ dequantize(stored).T)
     assert near(found, meant, torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", ["q4_1", "q4_k", "q5_k", "q6_k", "q8_0", "fp8"])
+@pytest.mark.parametrize(
+    ("name", "activation"), [*[(name, None) for name in QUANTIZED_TILINGS], ("several chunks, eight rows", "silu")]
+)
+def test_any_tiling_gives_the_same_quantized_matmul(name: str, activation: Activation | None, kind: str) -> None:
+    columns, outputs = 768, 21
+    stored = weight(kind, outputs * (1 if activation is None else 2), columns)
+    x = normal(2, 10, columns).bfloat16()
+    found = torch.empty(10, outputs, device=DEVICE)
+    none, tile = Biases(None, None), QUANTIZED_TILINGS[name]
+    quantized_matmul.launch(x, matrices.matrix(stored), none, found, activation, False, tile)
+    meant = gated_if(activation, x.cpu().float() @ dequantize(stored).T)
+    factors = 1 if activation is None else 2  # each has its error
+    assert difference(found.cpu(), meant) <= factors * LOOSE[torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    ("period", "groups", "has_channel"), [(512, 0, True), (128, 1, False), (32, 2, False)], ids=["row", "block", "32"]
+)
+def test_scales_of_fp8_are_stored_once(period: int, groups: int, has_channel: bool) -> None:
+    """A scale for each row is applied to the sums; one for 128 columns is not repeated for each 32."""
+    stored = weight("fp8", 21, 512)
+    blocks = stored.data.view(21, -1, 36)
+    scales = 0.01 * (1 + torch.arange(21 * 16).view(21, -1) // (period // 32)).float()
+    blocks[:, :, :4] = scales[:, :, None].view(torch.uint8)
+    packed = matrices.matrix(stored)
+    assert (packed.groups, packed.channel is not None) == (groups, has_channel)
+    x = normal(1, 3, 512)
+    assert near(matmul.linear(x, packed), x.cpu() @ dequantize(stored).T, torch.bfloat16)

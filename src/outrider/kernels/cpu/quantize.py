@@ -1,6 +1,7 @@
 """Quantize float weights into blocks of 32: int8 is q8_0 (symmetric), int5 is q5_1 and int4 is q4_1 (asymmetric).
 
-Weights of every backend are quantized on the host, before they are packed or uploaded.
+fp8 is e4m3 with a scale for each row. Weights of every backend are quantized on the host, before they are
+packed or uploaded.
 """
 
 from __future__ import annotations
@@ -8,15 +9,15 @@ from __future__ import annotations
 import torch
 
 from ...errors import UserError
-from ..quantization import BLOCK, FORMATS, row_bytes
+from ..quantization import BLOCK, FORMATS, quantize_fp8, row_bytes
 from ..structures import Weight
 from . import _native
 
-TARGETS = {"int8": "q8_0", "int5": "q5_1", "int4": "q4_1"}
+TARGETS = {"int8": "q8_0", "int5": "q5_1", "int4": "q4_1", "fp8": "fp8"}
 
 
 def quantize_weight(weight: Weight, to: str) -> Weight:
-    """Quantize a float matrix [N, K]; `to` is int8, int5 or int4."""
+    """Quantize a float matrix [N, K]; `to` is int8, int5, int4 or fp8."""
     if to not in TARGETS:
         raise UserError(f"`quantize` is `{to}`: expected one of {', '.join(TARGETS)}")
     rows, columns = weight.shape
@@ -24,6 +25,8 @@ def quantize_weight(weight: Weight, to: str) -> Weight:
         raise ValueError(f"a matrix of `{weight.kind}` is quantised already")
     if columns % BLOCK:
         raise UserError(f"a matrix with rows of {columns} numbers has no whole blocks of {BLOCK}: drop `quantize`")
+    if to == "fp8":
+        return quantize_fp8(weight)
     kind, source = TARGETS[to], weight.data.cpu().contiguous()
     if source.dtype is not FORMATS[weight.kind].dtype or source.numel() != rows * columns:
         raise ValueError(

@@ -1,14 +1,14 @@
 """Matmuls of activations [T, K] with a matrix [N, K]: one fused kernel for few rows, cuBLAS for many.
 
-The kernel multiplies [outputs, columns] of the matrix with [columns, rows], accumulating in fp32. The matrix is the
-left factor, so that the long side of the tensor-core tile runs along its rows. Fused: RMS norm (its weight when x is
-read, its scale after the loop), bias, the gate of an MLP, the residual. A batch-invariant matrix always takes the fused
-kernel, 16 rows at a time: its sums have one order for any T. Tilings depend on the shape of the matrix alone.
+The kernel for float matrices multiplies [outputs, columns] of the matrix with [columns, rows], accumulating in fp32.
+The matrix is the left factor, so that the long side of the tensor-core tile runs along its rows. Fused: RMS norm (its
+weight when x is read, its scale after the loop), bias, the gate of an MLP, the residual. A batch-invariant matrix
+always takes the fused kernel, 16 rows at a time: its sums have one order for any T. Tilings depend on the shape of the
+matrix alone. Quantized matrices: see quantized_matmul.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -18,58 +18,21 @@ import triton.language as tl
 from torch import Tensor
 
 from ..structures import Activation
+from . import quantized_matmul
 from .device import INTERPRETED, LAUNCH, fetch, multiply, rounded, wait
+from .epilogue import ROWS, Biases, SplitK, Tiling, finish
 from .matrices import Matrix
-from .pointwise import activate, dequantized_rows, gate, rms_norm
+from .pointwise import dequantized_rows, gate, rms_norm
 
-ROWS = 16  # rows of activations per program: one tensor-core tile, so that 1 and 16 rows cost the same
-WIDE_ROWS = 64  # the same for quantized matrices and more than 16 rows
-EXPANDED_ROWS = 256  # rows of activations above which a quantized matrix is dequantized for cuBLAS
+EXPANDED_ROWS = 768  # rows of activations above which a quantized matrix is dequantized for cuBLAS: measured on an H200
 EXPANDED = 1 << 26  # weights that are dequantized at a time
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-
-
-@dataclass(frozen=True)
-class Tiling:
-    outputs: int  # per program
-    columns: int  # per iteration of its loop
-    warps: int
-    stages: int  # software-pipelining stages
-    rows: int = ROWS  # of activations per program
-    parts: int = 1  # split-k factor, for matrices with too few outputs to fill the GPU
-    ahead: int = 1 << 16  # bytes of the matrix that a program prefetches under PDL
-    slices: int = 1  # column slices of an iteration, distributed over warps that outputs and rows leave idle
-
-
-class MatrixData(NamedTuple):
-    """Argument of the kernel: see Matrix."""
-
-    data: Tensor
-    scales: Tensor | None
-    minima: Tensor | None
-
-
-class Biases(NamedTuple):
-    """Argument of the kernel: [outputs] f32 each, or None. `up` is used by a gated matmul alone, after its gate."""
-
-    first: Tensor | None
-    up: Tensor | None
-    deltas: Tensor | None  # [rows, 2 * outputs] f32: added to each row of a gated matmul, those of the gate first
-
-
-class SplitK(NamedTuple):
-    """Argument of the kernel: memory of split-k; None without."""
-
-    scratch: Tensor | None  # [programs, output_block * row_block + row_block] f32
-    counters: Tensor | None  # [tiles] int32, all 0 before and after
 
 
 class Operation(NamedTuple):
     """Constants of the kernel: the matrix and the operations after the matmul."""
 
     columns: int
-    kind: str
-    group: int
     compute: tl.dtype
     activation: Activation | None  # of a gated matmul, whose matrix has 2 * outputs rows; None: not gated
     add: bool  # add to the contents of `out`
@@ -86,44 +49,37 @@ class TileShape(NamedTuple):
     slices: int
 
 
-WIDE = Tiling(64, 64, 4, 3)  # for WIDE_ROWS
 EMULATED = Tiling(128, 128, 4, 1)  # in the interpreter a tile costs the same whatever its size
-# Measured on an H200 with whole decode steps: (kind, bytes per weight, N, K, gated) of common models.
-TUNED: dict[tuple[str, int, int, int, bool], Tiling] = {
-    ("float", 2, 6144, 4096, False): Tiling(64, 128, 4, 6, ahead=1 << 15),
-    ("float", 2, 4096, 4096, False): Tiling(64, 128, 4, 6, parts=2, ahead=1 << 15),
-    ("float", 2, 28672, 4096, True): Tiling(64, 128, 4, 4, ahead=1 << 15),
-    ("float", 2, 4096, 14336, False): Tiling(64, 128, 4, 6, parts=2),
-    ("float", 2, 128256, 4096, False): Tiling(64, 128, 4, 4),
-    ("float", 2, 32000, 4096, False): Tiling(128, 64, 4, 5, ahead=1 << 14),
-    ("float", 2, 4096, 12288, False): Tiling(64, 128, 4, 6, parts=2),
-    ("float", 2, 960, 576, False): Tiling(16, 1024, 4, 1, rows=8, ahead=0, slices=4),
-    ("float", 2, 576, 576, False): Tiling(16, 1024, 4, 1, rows=8, ahead=0, slices=4),
-    ("float", 2, 3072, 576, True): Tiling(16, 64, 2, 8, rows=8, ahead=0),
-    ("float", 2, 576, 1536, False): Tiling(16, 2048, 8, 1, rows=8, ahead=0, slices=8),
-    ("float", 2, 49152, 576, False): Tiling(128, 64, 4, 5),
-    ("int8", 1, 28672, 4096, True): Tiling(128, 128, 4, 3),
-    ("int8", 1, 4096, 14336, False): Tiling(32, 256, 4, 3),
-    ("int4", 1, 28672, 4096, True): Tiling(64, 128, 4, 4),
-    ("int4", 1, 4096, 14336, False): Tiling(32, 256, 4, 3),
+# Measured on an H200 with whole decode steps: (bytes per weight, N, K, gated) of common models.
+TUNED: dict[tuple[int, int, int, bool], Tiling] = {
+    (2, 6144, 4096, False): Tiling(64, 128, 4, 6, ahead=1 << 15),
+    (2, 4096, 4096, False): Tiling(64, 128, 4, 6, parts=2, ahead=1 << 15),
+    (2, 28672, 4096, True): Tiling(64, 128, 4, 4, ahead=1 << 15),
+    (2, 4096, 14336, False): Tiling(64, 128, 4, 6, parts=2),
+    (2, 128256, 4096, False): Tiling(64, 128, 4, 4),
+    (2, 32000, 4096, False): Tiling(128, 64, 4, 5, ahead=1 << 14),
+    (2, 4096, 12288, False): Tiling(64, 128, 4, 6, parts=2),
+    (2, 960, 576, False): Tiling(16, 1024, 4, 1, rows=8, ahead=0, slices=4),
+    (2, 576, 576, False): Tiling(16, 1024, 4, 1, rows=8, ahead=0, slices=4),
+    (2, 3072, 576, True): Tiling(16, 64, 2, 8, rows=8, ahead=0),
+    (2, 576, 1536, False): Tiling(16, 2048, 8, 1, rows=8, ahead=0, slices=8),
+    (2, 49152, 576, False): Tiling(128, 64, 4, 5),
 }
 
 
 def tiling(matrix: Matrix, gated: bool) -> Tiling:
-    """Return the tiling of a matrix. `gated`: its two halves (gate, up) are multiplied together."""
+    """Return the tiling of a float matrix. `gated`: its two halves (gate, up) are multiplied together."""
     outputs, columns = matrix.shape
-    return choose(matrix.kind, matrix.data.element_size(), outputs, columns, gated)
+    return choose(matrix.data.element_size(), outputs, columns, gated)
 
 
 @cache
-def choose(kind: str, size: int, outputs: int, columns: int, gated: bool) -> Tiling:
+def choose(size: int, outputs: int, columns: int, gated: bool) -> Tiling:
     if INTERPRETED:
         return EMULATED
-    found = TUNED.get((kind, size, outputs, columns, gated))
+    found = TUNED.get((size, outputs, columns, gated))
     if found is not None:
         return found
-    if kind != "float":
-        return Tiling(64, 128, 4, 3) if outputs >= 16384 else Tiling(32, 256, 4, 3)
     if size == torch.float32.itemsize:
         return Tiling(16, 64, 4, 3)
     if outputs < 2048:  # small tiles, so that there are enough programs for the GPU
@@ -153,9 +109,8 @@ def matmul(
     target = add if add is not None else out
     if target is None:
         target = torch.empty(x.shape[0], matrix.shape[0], device=x.device)  # [T, N]
-    shape = _shape(x.shape[0], matrix, False)
-    if shape is not None:
-        launch(x, matrix, norm, eps, bias, None, target, shape, None, add is not None)
+    if _is_fused(x.shape[0], matrix):
+        _launch_fused(x, matrix, norm, eps, Biases(bias, None), target, None, add is not None)
         return target
     states = _normed(x, norm, eps, matrix.compute)  # [T, K]
     found = torch.empty_like(target) if add is not None else target
@@ -181,10 +136,9 @@ def gated_matmul(
     deltas [T, 2 * N] f32 are added to the products.
     """
     outputs = gate_up.shape[0] // 2
-    shape = _shape(x.shape[0], gate_up, True)
-    if shape is not None:
+    if _is_fused(x.shape[0], gate_up):
         out = torch.empty(x.shape[0], outputs, dtype=gate_up.compute, device=x.device)  # [T, N]
-        launch(x, gate_up, norm, eps, gate_bias, up_bias, out, shape, activation, False, deltas)
+        _launch_fused(x, gate_up, norm, eps, Biases(gate_bias, up_bias, deltas), out, activation, False)
         return out
     both = torch.empty(x.shape[0], 2 * outputs, dtype=gate_up.compute, device=x.device)  # [T, 2 * N]
     _multiply(_normed(x, norm, eps, gate_up.compute), gate_up, both)
@@ -201,14 +155,25 @@ def norm_linear(x: Tensor, weight: Tensor, eps: float, matrix: Matrix, out: Tens
     return matmul(x, matrix, norm=weight, eps=eps, out=out)
 
 
-def _shape(tokens: int, matrix: Matrix, gated: bool) -> tuple[int, Tiling] | None:
-    """Return the rows per program and the tiling of the fused kernel; None: cuBLAS."""
-    if tokens <= ROWS or matrix.batch_invariant:
-        tile = tiling(matrix, gated)
-        return tile.rows, tile
-    if matrix.kind != "float" and tokens <= EXPANDED_ROWS:
-        return WIDE_ROWS, WIDE
-    return None
+def _is_fused(tokens: int, matrix: Matrix) -> bool:
+    """Return whether a fused kernel multiplies this many rows, or cuBLAS."""
+    return matrix.batch_invariant or tokens <= (ROWS if matrix.kind == "float" else EXPANDED_ROWS)
+
+
+def _launch_fused(
+    x: Tensor,
+    matrix: Matrix,
+    norm: Tensor | None,
+    eps: float,
+    biases: Biases,
+    out: Tensor,
+    activation: Activation | None,
+    add: bool,
+) -> None:
+    if matrix.kind == "float":
+        launch(x, matrix, norm, eps, biases, out, tiling(matrix, activation is not None), activation, add)
+    else:
+        quantized_matmul.launch(_normed(x, norm, eps, matrix.compute), matrix, biases, out, activation, add)
 
 
 def launch(
@@ -216,24 +181,21 @@ def launch(
     matrix: Matrix,
     norm: Tensor | None,
     eps: float,
-    bias: Tensor | None,
-    other_bias: Tensor | None,
+    biases: Biases,
     out: Tensor,
-    shape: tuple[int, Tiling],
+    tile: Tiling,
     activation: Activation | None,
     add: bool,
-    deltas: Tensor | None = None,
 ) -> None:
-    """Launch the fused kernel with `shape`: rows per program, tiling."""
-    rows, tile = shape
+    """Launch the fused kernel for float matrices."""
     tokens, outputs = out.shape
     if tokens == 0:
         return
     # Programs that share a part of the matrix are neighbours, so that all but the first find it in the cache.
-    blocks, tiles = triton.cdiv(tokens, rows), triton.cdiv(outputs, tile.outputs)
+    blocks, tiles = triton.cdiv(tokens, tile.rows), triton.cdiv(outputs, tile.outputs)
     split = SplitK(None, None)
     if tile.parts > 1:
-        scratch = torch.empty(blocks * tiles * tile.parts, (tile.outputs + 1) * rows, device=x.device)
+        scratch = torch.empty(blocks * tiles * tile.parts, (tile.outputs + 1) * tile.rows, device=x.device)
         # Each call leaves the counters at 0. For several blocks of rows they are allocated per call.
         counters = (
             matrix.split_counters if blocks == 1 else torch.zeros(blocks * tiles, dtype=torch.int32, device=x.device)
@@ -242,15 +204,15 @@ def launch(
     matmul_tile[(blocks, tiles, tile.parts)](
         x.contiguous(),
         norm,
-        MatrixData(matrix.data, matrix.scales, matrix.minima),
-        Biases(bias, other_bias, deltas),
+        matrix.data,
+        biases,
         out,
         split,
         tokens,
         outputs,
         eps,
-        operation=Operation(matrix.shape[1], matrix.kind, matrix.group, DTYPES[matrix.compute], activation, add),
-        shape=TileShape(rows, tile.outputs, tile.columns, tile.parts, tile.ahead, tile.slices),
+        operation=Operation(matrix.shape[1], DTYPES[matrix.compute], activation, add),
+        shape=TileShape(tile.rows, tile.outputs, tile.columns, tile.parts, tile.ahead, tile.slices),
         num_warps=tile.warps,
         num_stages=tile.stages,
         **LAUNCH,
@@ -289,7 +251,7 @@ def _cublas(x: Tensor, weights: Tensor, out: Tensor) -> None:
 def matmul_tile(
     x,  # [rows, columns]
     norm,  # [columns] f32, or None
-    matrix,
+    matrix,  # [outputs, columns]
     biases,
     out,  # [rows, outputs]
     split,
@@ -300,7 +262,6 @@ def matmul_tile(
     shape: tl.constexpr,
 ):
     columns: tl.constexpr = operation.columns
-    kind: tl.constexpr = operation.kind
     compute: tl.constexpr = operation.compute
     activation: tl.constexpr = operation.activation
     row_block: tl.constexpr = shape.row_block
@@ -308,46 +269,34 @@ def matmul_tile(
     column_block: tl.constexpr = shape.column_block
     parts: tl.constexpr = shape.parts
     slices: tl.constexpr = shape.slices
-    halves: tl.constexpr = 2 if kind == "int4" else 1
-    span: tl.constexpr = column_block // halves
     even: tl.constexpr = columns % column_block == 0  # loads need no column mask
     share: tl.constexpr = columns // parts
     row = tl.program_id(0) * row_block + tl.arange(0, row_block)
     output = tl.program_id(1) * output_block + tl.arange(0, output_block)
     # Programs at the edge read the last row again, so that loads need no row mask.
     line = tl.minimum(output, outputs - 1).to(tl.int64)
-    stride: tl.constexpr = columns // halves  # of the data
-    stride_bytes: tl.constexpr = stride * matrix.data.dtype.element_ty.primitive_bitwidth // 8
-    own = matrix.data + line * stride + tl.program_id(2) * (share // halves)
+    stride_bytes: tl.constexpr = columns * matrix.dtype.element_ty.primitive_bitwidth // 8
+    own = matrix + line * columns + tl.program_id(2) * share
     fetch(own, stride_bytes // parts, shape.ahead // output_block)
     if activation is not None:
-        fetch(own + outputs.to(tl.int64) * stride, stride_bytes // parts, shape.ahead // output_block)
+        fetch(own + outputs.to(tl.int64) * columns, stride_bytes // parts, shape.ahead // output_block)
     single: tl.constexpr = share <= column_block  # the whole tile is loaded before the states are ready
     first = tl.program_id(2) * share
     if single:
-        tile, scale, minimum, other, other_scale, other_minimum = _read_tiles(
-            matrix, line, outputs, first, column_block, operation
-        )
+        tile, other = _read_tiles(matrix, line, outputs, first, column_block, operation)
     wait()
     total = _zeros(output_block, row_block, slices)
     other_total = _zeros(output_block, row_block, slices)
-    squares = tl.zeros([span, row_block], tl.float32)
+    squares = tl.zeros([column_block, row_block], tl.float32)
     for step in range(0, share, column_block):
         first = tl.program_id(2) * share + step
         if not single:
-            tile, scale, minimum, other, other_scale, other_minimum = _read_tiles(
-                matrix, line, outputs, first, column_block, operation
-            )
-        for half in tl.static_range(halves):
-            offset = tl.arange(0, span)
-            if kind == "int4":
-                offset = offset // 16 * 32 + offset % 16 + half * 16
-            right, squares = _states(x, norm, squares, row, first + offset, rows, columns, even, compute)
-            left = _dequantize_tile(tile, scale, minimum, matrix.minima, half, kind, compute)
-            total = _add_matmul(left, right, total, slices)
-            if activation is not None:
-                left = _dequantize_tile(other, other_scale, other_minimum, matrix.minima, half, kind, compute)
-                other_total = _add_matmul(left, right, other_total, slices)
+            tile, other = _read_tiles(matrix, line, outputs, first, column_block, operation)
+        column = first + tl.arange(0, column_block)
+        right, squares = _states(x, norm, squares, row, column, rows, columns, even, compute)
+        total = _add_matmul(tile, right, total, slices)
+        if activation is not None:
+            other_total = _add_matmul(other, right, other_total, slices)
     size = tl.sum(squares, 0)  # [row_block]
     if slices > 1:
         total, other_total = tl.sum(total, 0), tl.sum(other_total, 0)
@@ -389,26 +338,11 @@ def _finish(
     eps,
     operation: tl.constexpr,
 ):
-    """Apply the norm's scale, bias, gate and residual to the sums, and store them."""
-    columns: tl.constexpr = operation.columns
-    activation: tl.constexpr = operation.activation
-    factor = tl.full([1, size.shape[0]], 1.0, tl.float32)
+    """Apply the norm's scale to the sums, then bias, gate and residual, and store them."""
     if norm is not None:
-        factor = tl.rsqrt(size / columns + eps)[None, :]
-    total = _biased(total * factor, biases.first, output, outputs)
-    if activation is not None:
-        other_total = _biased(other_total * factor, biases.up, output, outputs)
-        if biases.deltas is not None:
-            at = biases.deltas + row.to(tl.int64)[None, :] * (2 * outputs) + output[:, None]
-            inside = (row < rows)[None, :] & (output < outputs)[:, None]
-            total += tl.load(at, mask=inside, other=0)
-            other_total += tl.load(at + outputs, mask=inside, other=0)
-        total = activate(total, activation) * other_total
-    target = out + row.to(tl.int64)[None, :] * outputs + output[:, None]
-    kept = (row < rows)[None, :] & (output < outputs)[:, None]
-    if operation.add:
-        total += tl.load(target, mask=kept, other=0)
-    tl.store(target, rounded(total, out.dtype.element_ty), mask=kept)
+        factor = tl.rsqrt(size / operation.columns + eps)[None, :]
+        total, other_total = total * factor, other_total * factor
+    finish(total, other_total, biases, out, row, output, rows, outputs, operation.activation, operation.add)
 
 
 @triton.jit
@@ -431,58 +365,21 @@ def _add_matmul(left, right, total, slices: tl.constexpr):
 def _read_tiles(matrix, line, outputs, first, column_block: tl.constexpr, operation: tl.constexpr):
     """Load a tile, and that of the other half of a gated matmul."""
     activation: tl.constexpr = operation.activation
-    tile, scale, minimum = _read_tile(matrix, line, first, column_block, operation)
-    other, other_scale, other_minimum = tile, scale, minimum
+    tile = _read_tile(matrix, line, first, column_block, operation)
+    other = tile
     if activation is not None:
-        other, other_scale, other_minimum = _read_tile(matrix, line + outputs, first, column_block, operation)
-    return tile, scale, minimum, other, other_scale, other_minimum
+        other = _read_tile(matrix, line + outputs, first, column_block, operation)
+    return tile, other
 
 
 @triton.jit
 def _read_tile(matrix, line, first, column_block: tl.constexpr, operation: tl.constexpr):
-    """Load rows `line` [output_block] int64 of the matrix, from column `first`, as stored.
-
-    The tile is [outputs, columns], or bytes [outputs, groups, bytes of a group] with their scales and minima
-    [outputs, groups]. A lane that takes a whole group needs one scale.
-    """
+    """Load rows `line` [output_block] int64 of the matrix, from column `first`: [outputs, columns]."""
     columns: tl.constexpr = operation.columns
-    kind: tl.constexpr = operation.kind
-    group: tl.constexpr = operation.group
+    column = (first + tl.arange(0, column_block))[None, :]
     even: tl.constexpr = columns % column_block == 0  # loads need no column mask
-    if kind == "float":
-        column = (first + tl.arange(0, column_block))[None, :]
-        known = (column < columns) | even
-        tile = tl.load(
-            matrix.data + line[:, None] * columns + column, mask=known, other=0, eviction_policy="evict_first"
-        )
-        scale, minimum = tile, tile
-    else:
-        size: tl.constexpr = 16 if kind == "int4" else group
-        groups = columns // group
-        number = (first // group + tl.arange(0, column_block // group))[None, :]
-        known = (number < groups) | even
-        at = line[:, None] * groups + number  # [outputs, groups]
-        offset = at[:, :, None] * size + tl.arange(0, size)[None, None, :]
-        tile = tl.load(matrix.data + offset, mask=known[:, :, None], other=0, eviction_policy="evict_first")
-        scale = tl.load(matrix.scales + at, mask=known, other=0, eviction_policy="evict_first")
-        minimum = scale
-        if matrix.minima is not None:
-            minimum = tl.load(matrix.minima + at, mask=known, other=0, eviction_policy="evict_first")
-    return tile, scale, minimum
-
-
-@triton.jit
-def _dequantize_tile(tile, scale, minimum, minima, half: tl.constexpr, kind: tl.constexpr, compute: tl.constexpr):
-    """Dequantize a loaded tile to [outputs, columns]; `half`: the low or the high nibbles."""
-    values = tile
-    if kind != "float":
-        if kind == "int4":
-            values = (values >> (4 * half)) & 15
-        values = values.to(tl.float32) * scale.to(tl.float32)[:, :, None]
-        if minima is not None:
-            values += minimum.to(tl.float32)[:, :, None]
-        values = tl.reshape(rounded(values, compute), [tile.shape[0], tile.shape[1] * tile.shape[2]])
-    return values
+    known = (column < columns) | even
+    return tl.load(matrix + line[:, None] * columns + column, mask=known, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -498,10 +395,3 @@ def _states(x, norm, squares, row, column, rows, columns: tl.constexpr, even: tl
     if compute == tl.float16 and value.dtype == tl.float32:
         value = tl.clamp(value, -65504.0, 65504.0)  # states may exceed fp16 before the norm's scale is applied
     return rounded(value, compute), squares
-
-
-@triton.jit
-def _biased(total, bias, output, outputs):
-    if bias is not None:
-        total += tl.load(bias + output, mask=output < outputs, other=0)[:, None]
-    return total

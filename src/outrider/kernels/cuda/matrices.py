@@ -1,9 +1,15 @@
-"""Weight matrices on the GPU: floats unchanged, GGUF's quantized formats in one of two grouped layouts.
+"""Weight matrices on the GPU: floats unchanged, quantized formats as words of 16 bits.
 
-All layouts are row-major, so that a range of rows is a matrix. Groups of neighbouring weights share a scale and a
-minimum: weight = scale * quant + minimum. int8: one byte per weight. int4: weights 0-15 of a group of 32 are the low
-nibbles of its 16 bytes, weights 16-31 the high ones, so that a tile of bytes unpacks into two tiles without moving
-data between lanes. Scales and minima are fp16.
+A word holds 4 weights (int4) or 2 (int8, fp8). They are not neighbours: a row is cut into chunks of `span` words, and
+bits 4 * i of the words of a chunk (int4; else byte i) are the weights of the i-th `span` columns of the chunk. So a
+tile of words unpacks into tiles of consecutive columns without moving data between lanes, and words load as 16-bit
+elements, which the tensor cores' load instruction supports. Rows are padded to whole tiles of PADDED columns.
+
+weight = scale * quant + minimum. Quants are signed, those of int4 are -8 to 7, stored as 0 to 15: minima of unsigned
+quants lie far from 0 and would lose bits in bf16.
+A chunk has `groups` scales for equal shares of its columns. Those of one chunk and of neighbouring rows lie together,
+so that a tile reads whole lines of memory. If all groups of each row have one scale, it is applied to the sums instead,
+in fp32: `channel`. Ranges of rows are matrices.
 """
 
 from __future__ import annotations
@@ -20,26 +26,36 @@ from ..structures import Weight
 from .device import DEVICE, INTERPRETED
 
 CHUNK = 1 << 25  # weights that are converted at a time: bounds the temporary memory
-NIBBLE_GROUP = 32  # weights that share a scale in the int4 layout
+PADDED = 128  # columns: rows are multiples of it
 FOUR_BITS = ("q4_0", "q4_1", "q4_k", "q4_z")
 WITH_MINIMA = ("q4_1", "q5_1", "q4_k", "q5_k", "q4_z", "q8_z")
+PER_WORD = {"int4": 4, "int8": 2, "fp8": 2}  # weights of a word
 EXPANDED = 0 if INTERPRETED else 2048  # rows up to this length are stored as bf16: unpacking costs more than reading
 MOST_TILES = 512  # output tiles of a matrix under split-k: the number of its counters
 ALIGNMENT = 16  # bytes: vectorised loads need it
 WIDEST = (torch.float32, torch.float16, torch.bfloat16)  # mixed float matrices take the first dtype that occurs
 
+Kind = Literal["float", "int8", "int4", "fp8"]
+
 
 @dataclass(frozen=True)
 class Matrix:
-    kind: Literal["float", "int8", "int4"]
+    kind: Kind
     shape: tuple[int, int]  # N, K
-    data: Tensor  # [N, K] floats or int8, or [N, K / 2] uint8
+    data: Tensor  # [N, K] floats, or words [N, padded K / weights of a word] int16
     compute: torch.dtype  # of both factors of the matmul; it accumulates in fp32
-    group: int = 1  # weights that share a scale: 16 or 32
-    scales: Tensor | None = None  # [N, K / group] f16
-    minima: Tensor | None = None  # [N, K / group] f16; None: all 0
+    span: int = 0  # words of a chunk
+    groups: int = 0  # entries of `scales` for a chunk: 0, 1 or the weights of a word
+    paired: bool = False  # entries of `scales` are pairs of scale and minimum
+    scales: Tensor | None = None  # [chunks, N, groups] bf16, or int32: two bf16, the scale in the low bits
+    channel: Tensor | None = None  # [N] f32: scales of whole rows
     batch_invariant: bool = False  # a row's result must not depend on the number of rows
     split_counters: Tensor = field(default_factory=lambda: torch.zeros(MOST_TILES, dtype=torch.int32, device=DEVICE))
+
+    @property
+    def chunk(self) -> int:
+        """Return the columns of a chunk."""
+        return PER_WORD[self.kind] * self.span
 
 
 def matrix(weight: Weight, *, batch_invariant: bool = False) -> Matrix:
@@ -49,12 +65,13 @@ def matrix(weight: Weight, *, batch_invariant: bool = False) -> Matrix:
 def pack(weights: Sequence[Weight], batch_invariant: bool = False, expand: bool = True) -> Matrix:
     """Stack matrices with equal row length. `expand`: store short rows of quantized blocks as bf16."""
     assert len({weight.shape[1] for weight in weights}) == 1, [weight.shape for weight in weights]
-    integers = all(FORMATS[weight.kind].quantized and weight.kind != "fp8" for weight in weights)
-    if not integers or (expand and weights[0].shape[1] <= EXPANDED):
+    kinds = {weight.kind for weight in weights}
+    short = expand and weights[0].shape[1] <= EXPANDED
+    if short or not all(FORMATS[kind].quantized for kind in kinds):
         return _floats(weights, batch_invariant)
-    if all(weight.kind in FOUR_BITS for weight in weights):
-        return _grouped(weights, "int4", batch_invariant)
-    return _grouped(weights, "int8", batch_invariant)
+    if "fp8" in kinds:
+        return _quantized(weights, "fp8", batch_invariant) if kinds == {"fp8"} else _floats(weights, batch_invariant)
+    return _quantized(weights, "int4" if kinds.issubset(FOUR_BITS) else "int8", batch_invariant)
 
 
 def rows(matrix: Matrix, begin: int, end: int) -> Matrix:
@@ -63,8 +80,8 @@ def rows(matrix: Matrix, begin: int, end: int) -> Matrix:
         matrix,
         shape=(end - begin, matrix.shape[1]),
         data=matrix.data[begin:end],
-        scales=None if matrix.scales is None else matrix.scales[begin:end],
-        minima=None if matrix.minima is None else matrix.minima[begin:end],
+        scales=None if matrix.scales is None else matrix.scales[:, begin:end],
+        channel=None if matrix.channel is None else matrix.channel[begin:end],
     )
 
 
@@ -83,27 +100,35 @@ def _floats(weights: Sequence[Weight], batch_invariant: bool) -> Matrix:
     return Matrix("float", (data.shape[0], data.shape[1]), data, dtype, batch_invariant=batch_invariant)
 
 
-def _grouped(weights: Sequence[Weight], kind: Literal["int8", "int4"], batch_invariant: bool) -> Matrix:
+def _quantized(weights: Sequence[Weight], kind: Literal["int8", "int4", "fp8"], batch_invariant: bool) -> Matrix:
     """Stack quantized matrices in the layout `kind`, with the smallest group size among them."""
     count, columns = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
-    group = 16 if any(weight.kind == "q6_k" for weight in weights) else NIBBLE_GROUP
-    lowest = kind == "int4" or any(weight.kind in WITH_MINIMA for weight in weights)
-    width, dtype = (columns // 2, torch.uint8) if kind == "int4" else (columns, torch.int8)
-    data = torch.empty(count, width, dtype=dtype, device=DEVICE)  # [N, K], or [N, K / 2]
-    scales = torch.empty(count, columns // group, dtype=torch.float16, device=DEVICE)  # [N, K / group]
-    minima = torch.empty_like(scales) if lowest else None
+    group = 16 if any(weight.kind == "q6_k" for weight in weights) else 32
+    padded = -(-columns // PADDED) * PADDED
+    paired = kind == "int4" or any(weight.kind in WITH_MINIMA for weight in weights)
+    quants = torch.zeros(count, padded, dtype=torch.uint8, device=DEVICE)
+    scales = torch.zeros(count, padded // group, device=DEVICE)
+    minima = torch.zeros_like(scales)
     begin = 0
-    for part in (part for weight in weights for part in _split(weight)):
+    for part in (_centered(part, kind) for weight in weights for part in _split(weight)):
         at = slice(begin, begin + part.quants.numel() // columns)
         begin = at.stop
-        if kind == "int4":
-            part = _unsigned(part)
-        quants = part.quants.reshape(-1, columns)
-        data[at] = _nibbles(quants) if kind == "int4" else quants
-        scales[at] = _spread(part.scales, scales[at])
-        if minima is not None:
-            minima[at] = 0 if part.minima is None else _spread(part.minima, minima[at])
-    return Matrix(kind, (count, columns), data, torch.bfloat16, group, scales, minima, batch_invariant)
+        stored = part.quants + 8 if kind == "int4" else part.quants
+        quants[at, :columns] = stored.reshape(-1, columns).view(torch.uint8)
+        scales[at, : columns // group] = _spread(part.scales, at.stop - at.start, columns // group)
+        if part.minima is not None:
+            minima[at, : columns // group] = _spread(part.minima, at.stop - at.start, columns // group)
+    found = Matrix(kind, (count, columns), quants, torch.bfloat16, paired=paired, batch_invariant=batch_invariant)
+    if not paired and _equal(scales[:, : columns // group]):
+        span = PADDED // PER_WORD[kind]
+        return replace(found, data=_words(quants, kind, span), span=span, channel=scales[:, 0].contiguous())
+    wide = all(_equal(values.view(count * padded // PADDED, -1)) for values in (scales, minima))
+    span = PADDED // PER_WORD[kind] if wide or kind == "int4" else group
+    groups = 1 if wide else PER_WORD[kind]
+    step = PADDED // group if wide else 1  # entries that are equal
+    entries = [v[:, ::step].reshape(count, -1, groups).transpose(0, 1) for v in (scales, minima if paired else scales)]
+    packed = _pairs(*entries) if paired or groups == 1 else entries[0].to(torch.bfloat16).contiguous()
+    return replace(found, data=_words(quants, kind, span), span=span, groups=groups, scales=packed)
 
 
 def _split(weight: Weight) -> Iterator[Groups]:
@@ -116,18 +141,44 @@ def _split(weight: Weight) -> Iterator[Groups]:
         yield block.split(packed[first : first + step].to(DEVICE).reshape(-1, block.bytes))
 
 
-def _unsigned(part: Groups) -> Groups:
-    """Shift 4-bit quants to 0 .. 15: those of q4_0 are -8 .. 7, without a minimum."""
-    return part if part.minima is not None else Groups(part.quants + 8, part.scales, -8 * part.scales)
+def _centered(part: Groups, kind: str) -> Groups:
+    """Subtract zero points from the quants, so that minima are near 0: 8 for int4, else what fits a byte."""
+    if part.minima is None:
+        return part
+    quants = part.quants.reshape(*part.scales.shape, -1).to(torch.int32)  # [X, groups, elements of a group]
+    if kind == "int4":
+        zeros = torch.full_like(part.scales, 8)
+    else:
+        zeros = (-part.minima / part.scales).nan_to_num(0, 0, 0).round()
+        zeros = zeros.clamp(quants.amax(2) - 127, quants.amin(2) + 128)  # [X, groups]
+    shifted = (quants - zeros[:, :, None].to(torch.int32)).to(torch.int8)
+    return Groups(shifted.flatten(1), part.scales, part.minima + zeros * part.scales)
 
 
-def _nibbles(quants: Tensor) -> Tensor:
-    """Pack [N, K] values 0 .. 15 into [N, K / 2] bytes."""
-    low, high = quants.view(torch.uint8).reshape(len(quants), -1, 2, NIBBLE_GROUP // 2).unbind(2)  # [N, K / 32, 16]
-    return (low | (high << 4)).flatten(1)
+def _words(quants: Tensor, kind: str, span: int) -> Tensor:
+    """Pack [N, padded K] bytes into words [N, padded K / weights of a word] int16."""
+    count = PER_WORD[kind]
+    words = torch.zeros(len(quants), quants.shape[1] // count, dtype=torch.int16, device=quants.device)
+    step = max(CHUNK // quants.shape[1], 1)
+    for first in range(0, len(quants), step):
+        fields = quants[first : first + step].view(-1, quants.shape[1] // (count * span), count, span)
+        packed = words[first : first + step].view(-1, fields.shape[1], span)
+        for index, field_bits in enumerate(fields.unbind(2)):  # [rows, chunks, span] each
+            packed |= field_bits.to(torch.int16) << (16 // count * index)
+    return words
 
 
-def _spread(values: Tensor, out: Tensor) -> Tensor:
-    """Repeat the value of each group for the groups of `out` [rows, K / group], which may be smaller."""
-    values = values.reshape(len(out), -1)
-    return values.repeat_interleave(out.shape[1] // values.shape[1], 1)
+def _spread(values: Tensor, rows: int, groups: int) -> Tensor:
+    """Repeat the values of larger groups: [rows, groups]."""
+    values = values.reshape(rows, -1)
+    return values.repeat_interleave(groups // values.shape[1], 1)
+
+
+def _equal(values: Tensor) -> bool:
+    """Return whether each row has one value."""
+    return bool((values == values[:, :1]).all())
+
+
+def _pairs(first: Tensor, second: Tensor) -> Tensor:
+    """Round to bf16 and interleave: int32 of the same shape."""
+    return torch.stack([first, second], -1).to(torch.bfloat16).view(torch.int32).squeeze(-1)

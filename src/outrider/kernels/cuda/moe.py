@@ -18,12 +18,13 @@ from torch import Tensor
 
 from ..structures import Activation, MoeWeights
 from .device import DEVICE, INTERPRETED, LAUNCH, loop_bound, on_device, rounded, wait
-from .matmul import DTYPES, ROWS, WIDE_ROWS, MatrixData, Operation, Tiling, gated_matmul, matmul
+from .epilogue import ROWS, Tiling
+from .matmul import DTYPES, Operation, gated_matmul, matmul
 from .matmul import _add_matmul as add_matmul
-from .matmul import _dequantize_tile as dequantize_tile
 from .matmul import _read_tiles as read_tiles
-from .matrices import Matrix, pack
+from .matrices import PADDED, Matrix, pack
 from .pointwise import activate
+from .quantized_matmul import Words, format_of, read_tile
 
 ROUTED = 16  # experts per program of the router
 ROUTER_COLUMNS = 256  # columns per iteration of its loop
@@ -31,6 +32,7 @@ PAIRS = 1024  # pairs that a program of `group_pairs` reads at a time
 EMULATED = Tiling(128, 128, 4, 1)  # in the interpreter a tile costs the same whatever its size
 FEW = Tiling(32, 128, 4, 4)  # up to ROWS tokens: narrow tiles, so that a few experts fill the GPU
 MANY = Tiling(64, 64, 4, 3)
+WIDE_ROWS = 64  # rows per program for more than ROWS tokens
 
 
 class ExpertBiases(NamedTuple):
@@ -221,19 +223,24 @@ def _grouped(
     tile = EMULATED if INTERPRETED else FEW if few else MANY
     rows = ROWS if few else WIDE_ROWS
     grid = (triton.cdiv(tokens, rows), triton.cdiv(outputs, tile.outputs), groups.counts.shape[0])
+    columns = tile.columns if matrix.kind == "float" else PADDED
     grouped_tile[grid](
         x,
-        MatrixData(matrix.data, matrix.scales, matrix.minima),
+        Words(matrix.data, matrix.scales, matrix.channel),
         biases,
         groups,
         out,
         tokens,
         outputs,
+        matrix.data.shape[1],
+        0 if matrix.scales is None else matrix.scales.stride(0),
         share=share,
-        operation=Operation(matrix.shape[1], matrix.kind, matrix.group, DTYPES[matrix.compute], activation, False),
+        operation=Operation(matrix.shape[1], DTYPES[matrix.compute], activation, False),
+        format=format_of(matrix),
+        chunks=1 if matrix.kind == "float" else columns // matrix.chunk,
         row_block=rows,
         output_block=tile.outputs,
-        column_block=tile.columns,
+        column_block=columns,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **LAUNCH,
@@ -351,24 +358,24 @@ def _group_pairs(
 @triton.jit(do_not_specialize=["tokens"])
 def grouped_tile(
     x,
-    matrix,
+    words,
     biases,
     groups,
     out,  # [pairs, outputs]
     tokens,
     outputs,
+    stride,  # elements of a row of the matrix
+    scale_stride,  # entries of a chunk of all rows
     share: tl.constexpr,
     operation: tl.constexpr,
+    format: tl.constexpr,
+    chunks: tl.constexpr,
     row_block: tl.constexpr,
     output_block: tl.constexpr,
     column_block: tl.constexpr,
 ):
     columns: tl.constexpr = operation.columns
-    kind: tl.constexpr = operation.kind
-    compute: tl.constexpr = operation.compute
     activation: tl.constexpr = operation.activation
-    halves: tl.constexpr = 2 if kind == "int4" else 1
-    span: tl.constexpr = column_block // halves
     even: tl.constexpr = columns % column_block == 0  # loads need no column mask
     wait()
     group = tl.program_id(2)
@@ -385,21 +392,24 @@ def grouped_tile(
         total = tl.zeros([output_block, row_block], tl.float32)
         other_total = tl.zeros([output_block, row_block], tl.float32)
         for first in range(0, columns, column_block):
-            tile, scale, minimum, other, other_scale, other_minimum = read_tiles(
-                matrix, line, outputs, first, column_block, operation
-            )
-            for half in tl.static_range(halves):
-                offset = tl.arange(0, span)
-                if kind == "int4":
-                    offset = offset // 16 * 32 + offset % 16 + half * 16
-                column = first + offset
-                known = (row < count)[None, :] & ((column < columns) | even)[:, None]
-                states = tl.load(x + (pair // share)[None, :] * columns + column[:, None], mask=known, other=0)
-                left = dequantize_tile(tile, scale, minimum, matrix.minima, half, kind, compute)
-                total = add_matmul(left, states, total, 1)
+            if format.kind == "float":
+                tile, other = read_tiles(words.data, line, outputs, first, column_block, operation)
+            else:
+                step = first // column_block
+                tile = read_tile(words, line, step, stride, scale_stride, chunks, format)
+                other = tile
                 if activation is not None:
-                    left = dequantize_tile(other, other_scale, other_minimum, matrix.minima, half, kind, compute)
-                    other_total = add_matmul(left, states, other_total, 1)
+                    other = read_tile(words, line + outputs, step, stride, scale_stride, chunks, format)
+            column = first + tl.arange(0, column_block)
+            known = (row < count)[None, :] & ((column < columns) | even)[:, None]
+            states = tl.load(x + (pair // share)[None, :] * columns + column[:, None], mask=known, other=0)
+            total = add_matmul(tile, states, total, 1)
+            if activation is not None:
+                other_total = add_matmul(other, states, other_total, 1)
+        if words.channel is not None:
+            total *= tl.load(words.channel + line)[:, None]
+            if activation is not None:
+                other_total *= tl.load(words.channel + line + outputs)[:, None]
         total = _biased(total, biases.first, expert, output, outputs)
         if activation is not None:
             total = activate(total, activation) * _biased(other_total, biases.up, expert, output, outputs)

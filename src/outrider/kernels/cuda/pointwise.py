@@ -107,14 +107,18 @@ def _read_rows(matrix: Matrix, tokens: Tensor | None, begin: int, scale: float, 
             tokens,
             matrix.data,
             matrix.scales,
-            matrix.minima,
+            matrix.channel,
             out,
             begin,
             matrix.shape[0],
             columns,
+            matrix.data.shape[1],
+            0 if matrix.scales is None else matrix.scales.stride(0),
             scale,
             kind=matrix.kind,
-            group=matrix.group,
+            span=matrix.span,
+            groups=matrix.groups,
+            paired=matrix.paired,
             block=BLOCK,
             **LAUNCH,
         )
@@ -125,14 +129,18 @@ def _dequantize_row(
     tokens,  # [count] int32: row ids; None: consecutive rows from `begin`
     data,
     scales,
-    minima,
+    channel,
     out,
     begin,
     count,
     columns,
+    stride,  # elements of a row of `data`
+    scale_stride,  # entries of a chunk of all rows
     factor,
     kind: tl.constexpr,
-    group: tl.constexpr,
+    span: tl.constexpr,
+    groups: tl.constexpr,
+    paired: tl.constexpr,
     block: tl.constexpr,
 ):
     wait()
@@ -142,17 +150,31 @@ def _dequantize_row(
         line = tl.minimum(tl.maximum(tl.load(tokens + row), 0), count - 1).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < columns
-    if kind == "int4":
-        offset = line * (columns // 2) + column // 32 * 16 + column % 16
-        value = (tl.load(data + offset, mask=inside, other=0) >> (column % 32 // 16 * 4).to(tl.uint8)) & 15
+    if kind == "float":
+        value = tl.load(data + line * stride + column, mask=inside, other=0).to(tl.float32)
     else:
-        value = tl.load(data + line * columns + column, mask=inside, other=0)
-    value = value.to(tl.float32)
-    if kind != "float":
-        at = line * (columns // group) + column // group
-        value *= tl.load(scales + at, mask=inside, other=0).to(tl.float32)
-        if minima is not None:
-            value += tl.load(minima + at, mask=inside, other=0).to(tl.float32)
+        per: tl.constexpr = 4 if kind == "int4" else 2  # weights of a word
+        offset = column // (per * span) * span + column % span
+        word = tl.load(data + line * stride + offset, mask=inside, other=0).to(tl.int32)
+        bits = word >> (column // span % per * (16 // per))
+        if kind == "int4":
+            value = ((bits & 15) - 8).to(tl.float32)
+        elif kind == "int8":
+            value = ((bits & 255) - ((bits & 128) << 1)).to(tl.float32)
+        else:  # exponent and mantissa below the sign make an fp32 that is 2^120 times too small
+            value = (((bits & 127) << 20) | ((bits & 128) << 24)).to(tl.float32, bitcast=True) * 1.329227995784916e36
+        if scales is not None:
+            chunk: tl.constexpr = per * span
+            at = (column // chunk).to(tl.int64) * scale_stride + line * groups + column % chunk // (chunk // groups)
+            entry = tl.load(scales + at, mask=inside, other=0)
+            if scales.dtype.element_ty == tl.int32:
+                value *= (entry << 16).to(tl.float32, bitcast=True)
+            else:
+                value *= entry.to(tl.float32)
+            if paired:
+                value += (entry & -0x10000).to(tl.float32, bitcast=True)
+        if channel is not None:
+            value *= tl.load(channel + line)
     tl.store(out + row * columns + column, rounded(value * factor, out.dtype.element_ty), mask=inside)
 
 

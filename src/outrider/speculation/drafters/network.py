@@ -79,7 +79,7 @@ class HeadOptions(TreeOptions):
     """The options of a method with a trained head that drafts token by token."""
 
     model: str = ""  # the head: a folder, or a name on the hub; default: what ships for the model
-    quantize: Literal["int8", "int4"] | None = None  # float weights of the head become this; default: as the target's
+    quantize: Literal["int8", "int4", "fp8"] | None = None  # format of float weights of the head; default: the target's
 
 
 def open_network(

@@ -33,7 +33,7 @@ class Options(TreeOptions):
     model: str = ""  # a folder, a GGUF file, a name of the catalog or of the hub; default: what ships for the model
     vocabulary: Literal["same", "strings"] = "same"  # same: its ids are the target's; strings: joined by their texts
     parallel: bool | None = None  # all tokens in one pass over mask tokens; default: if its configuration names one
-    quantize: Literal["int8", "int4"] | None = None  # its float weights become this; default: as the target's
+    quantize: Literal["int8", "int4", "fp8"] | None = None  # format of its float weights; default: the target's
 
 
 class DraftModel:

@@ -33,7 +33,7 @@ DEFAULT_WIDTH = 3  # draft tokens: deeper ones of published heads are seldom acc
 class Options(TreeOptions):
     width: int = 0  # tokens that it drafts at most; for a tree: nodes; 0: 3, but in a chain no more than it has heads
     model: str = ""  # the heads: a folder, or a name on the hub; default: what ships for the model
-    quantize: Literal["int8", "int4"] | None = None  # float weights of the heads become this; default: as the target's
+    quantize: Literal["int8", "int4", "fp8"] | None = None  # format of the heads' float weights; default: the target's
     tree: str = ""  # a tree of your own in place of width, branches and max_depth: paths of ranks, such as 0/0.0/0.1/1
 
 

@@ -18,7 +18,7 @@ from ..interface import Target, TreeOptions
 class Options(TreeOptions):
     width: int = 0  # tokens that it drafts at most; 0: one for each module; 4 if there is a single module
     model: str = ""  # the modules: a folder, or a name on the hub; default: the model's own, else what ships for it
-    quantize: Literal["int8", "int4"] | None = None  # their float weights become this; default: as the target's
+    quantize: Literal["int8", "int4", "fp8"] | None = None  # format of their float weights; default: the target's
 
 
 def build(options: Options, target: Target) -> Autoregressive:

@@ -13,7 +13,7 @@ from ..interface import MethodOptions, Target
 @dataclass(frozen=True)
 class Options(MethodOptions):
     model: str = ""  # the head: a folder, or a name on the hub; default: what ships for the model
-    quantize: Literal["int8", "int4"] | None = None  # float weights of the head become this; default: as the target's
+    quantize: Literal["int8", "int4", "fp8"] | None = None  # format of float weights of the head; default: the target's
     aux_layers: tuple[int, ...] = ()  # read the states that enter these layers of the target, such as 2/15/27
 
 

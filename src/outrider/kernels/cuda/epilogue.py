@@ -1,0 +1,79 @@
+"""What the kernels for float and for quantized matrices share: tilings, arguments, and the end of a matmul."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .device import rounded
+from .pointwise import activate
+
+ROWS = 16  # rows of activations per program: one tensor-core tile, so that 1 and 16 rows cost the same
+
+
+@dataclass(frozen=True)
+class Tiling:
+    outputs: int  # per program
+    columns: int  # per iteration of its loop
+    warps: int
+    stages: int  # software-pipelining stages
+    rows: int = ROWS  # of activations per program
+    parts: int = 1  # split-k factor, for matrices with too few outputs to fill the GPU
+    ahead: int = 1 << 16  # bytes of the matrix that a program prefetches under PDL
+    slices: int = 1  # float: column slices of an iteration, distributed over warps that outputs and rows leave idle
+
+
+class Biases(NamedTuple):
+    """Argument of a kernel: [outputs] f32 each, or None. `up` is used by a gated matmul alone, after its gate."""
+
+    first: Tensor | None
+    up: Tensor | None
+    deltas: Tensor | None = None  # [rows, 2 * outputs] f32, gate first: added to each row of a gated matmul
+
+
+class SplitK(NamedTuple):
+    """Argument of a kernel: memory of split-k; None without."""
+
+    scratch: Tensor | None  # [programs, numbers of a program] f32
+    counters: Tensor | None  # [tiles] int32, all 0 before and after
+
+
+@triton.jit
+def finish(
+    total,  # [output_block, row_block]
+    other_total,
+    biases,
+    out,
+    row,
+    output,
+    rows,
+    outputs,
+    activation: tl.constexpr,
+    add: tl.constexpr,
+):
+    """Apply bias, gate and residual to the sums, and store them."""
+    total = _biased(total, biases.first, output, outputs)
+    if activation is not None:
+        other_total = _biased(other_total, biases.up, output, outputs)
+        if biases.deltas is not None:
+            at = biases.deltas + row.to(tl.int64)[None, :] * (2 * outputs) + output[:, None]
+            inside = (row < rows)[None, :] & (output < outputs)[:, None]
+            total += tl.load(at, mask=inside, other=0)
+            other_total += tl.load(at + outputs, mask=inside, other=0)
+        total = activate(total, activation) * other_total
+    target = out + row.to(tl.int64)[None, :] * outputs + output[:, None]
+    kept = (row < rows)[None, :] & (output < outputs)[:, None]
+    if add:
+        total += tl.load(target, mask=kept, other=0)
+    tl.store(target, rounded(total, out.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def _biased(total, bias, output, outputs):
+    if bias is not None:
+        total += tl.load(bias + output, mask=output < outputs, other=0)[:, None]
+    return total
