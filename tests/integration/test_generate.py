@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+import tiny_lora
 from outrider import LLM, SamplingParams
 from outrider.speculation.auto import choose
 
@@ -315,3 +316,12 @@ def test_a_prediction_without_drafting_is_reported(outrider, model) -> None:
     said = "the prediction has no effect: `--speculate none` turns drafting off\n"
     assert said in outrider(*common, "--speculate", "none").stderr
     assert said not in outrider(*common).stderr
+
+
+def test_an_adapter_changes_the_text_of_all_prompts(outrider, model, llm, tmp_path) -> None:
+    adapter = tiny_lora.save("llama", tmp_path / "adapter", 3)
+    common = ("hello", "world", "--raw", "-m", model, "--max-tokens", 8, "--ignore-eos", "--json")
+    plain, adapted = lines(outrider("generate", *common)), lines(outrider("generate", *common, "--lora", adapter))
+    assert all(before["token_ids"] != after["token_ids"] for before, after in zip(plain, adapted, strict=True))
+    refused = outrider("generate", *common, "--lora", tmp_path)
+    assert refused.exit_code != 0 and "no `adapter_config.json`" in refused.stderr

@@ -55,7 +55,8 @@ def test_each_method_beside_any_adapters_gives_the_adapted_text(
     llm = tiny_llm(lora=adapters, speculate=method)
     assert generate(llm) == expected
     assert generate(llm) == expected  # from cached prefixes
-    assert all(stats.drafted for by_method in llm.adapter_stats.values() for stats in by_method.values())
+    if not method.startswith("prediction"):  # which drafts for requests with a prediction alone
+        assert all(stats.drafted for by_method in llm.adapter_stats.values() for stats in by_method.values())
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,11 @@ REFUSED = (
     "alpha_pattern",
     "arrow_config",
     "fan_in_fan_out",
+    "kasa_config",
     "layer_replication",
     "lora_bias",
     "modules_to_save",
+    "monteclora_config",
     "rank_pattern",
     "target_parameters",
     "trainable_token_indices",
@@ -41,7 +43,7 @@ REFUSED = (
     "use_qalora",
 )
 # Initialisations that subtract from the base model, so that the adapter fits the changed model alone.
-CHANGED_BASE = ("pissa", "olora", "corda", "loftq")
+CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True)
