@@ -72,6 +72,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-long": ("Phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 16}),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}),
+    "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3}),
     "qwen2-moe": (
         "Qwen2Moe",
         {

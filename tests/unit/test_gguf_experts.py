@@ -20,7 +20,7 @@ from outrider.weights.gguf import LAYER_NAMES
 from tiny import checkpoint, original, prompt, run
 
 TOKENS = prompt(19)
-ARCHITECTURES = {"mixtral": "llama", "qwen2-moe": "qwen2moe", "qwen3-moe": "qwen3moe"}
+ARCHITECTURES = {"mixtral": "llama", "olmoe": "olmoe", "qwen2-moe": "qwen2moe", "qwen3-moe": "qwen3moe"}
 
 
 def tensors(name: str) -> dict[str, Weight]:
@@ -109,5 +109,5 @@ def test_quantized_experts_are_split_by_expert(tmp_path: Path) -> None:
 def test_experts_of_an_unknown_architecture_are_refused_by_name(tmp_path: Path) -> None:
     fields = {key.replace("qwen3moe", "qwen3"): value for key, value in metadata("qwen3-moe").items()}
     fields["general.architecture"] = "qwen3"
-    with pytest.raises(UserError, match="is a `qwen3` with experts: pick one of mixtral, qwen2_moe"):
+    with pytest.raises(UserError, match="is a `qwen3` with experts: pick one of mixtral, olmoe, qwen2_moe"):
         open_checkpoint(write(tmp_path / "m.gguf", fields, tensors("qwen3-moe")))

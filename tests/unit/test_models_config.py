@@ -182,6 +182,7 @@ def test_the_embedding_scale_is_rounded_as_the_embedding_is() -> None:
         ({"model_type": "mixtral", "num_experts_per_tok": 9}, "`num_experts_per_tok` is 9, but has 8 experts"),
         ({"model_type": "qwen3_moe"}, "lacks `num_experts`"),
         ({"final_logit_softcapping": 30.0}, "`final_logit_softcapping`"),
+        ({"clip_qkv": 8.0}, "`clip_qkv`"),
         ({"use_bidirectional_attention": True}, "`use_bidirectional_attention`"),
         ({"hidden_act": "relu"}, "activation `relu`"),
         (

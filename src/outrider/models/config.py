@@ -51,6 +51,12 @@ MIXTRAL_DEFAULTS: Mapping[str, Any] = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 1_000_000.0,
 }
+OLMOE_DEFAULTS: Mapping[str, Any] = {
+    "intermediate_size": 2048,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "rms_norm_eps": 1e-5,
+}
 QWEN2_MOE_DEFAULTS: Mapping[str, Any] = {
     "moe_intermediate_size": 1408,
     "shared_expert_intermediate_size": 5632,
@@ -149,6 +155,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         experts="all",
         normalized_scores=True,
         defaults=MIXTRAL_DEFAULTS,
+    ),
+    "olmoe": Architecture(
+        "OLMoE", "OlmoeForCausalLM", qkv_bias=None, whole_norms=True, experts="all", defaults=OLMOE_DEFAULTS
     ),
     "qwen2_moe": Architecture(
         "Qwen2-MoE",
@@ -300,6 +309,8 @@ def _refuse_unsupported(config: Mapping[str, Any], architecture: Architecture) -
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if config.get(name) and not architecture.soft_caps:
             raise UserError(f"soft-capped logits (`{name}`) are supported in Gemma 2 alone: pick a model without them")
+    if config.get("clip_qkv"):
+        raise UserError("clipped queries, keys and values (`clip_qkv`) are not supported: pick a model without them")
     if config.get("use_bidirectional_attention"):
         raise UserError("`use_bidirectional_attention` is not supported: pick a model that generates text")
 

@@ -69,13 +69,15 @@ ARCHITECTURES = {
     "olmo2": GgufArchitecture("olmo2", "Olmo2ForCausalLM", names=SANDWICH_NAMES),
     "granite": GgufArchitecture("granite", "GraniteForCausalLM", interleaved=True),
     "gemma2": GgufArchitecture("gemma2", "Gemma2ForCausalLM", names=SANDWICH_NAMES),
+    "olmoe": GgufArchitecture("olmoe", "OlmoeForCausalLM"),
     "qwen2moe": GgufArchitecture("qwen2_moe", "Qwen2MoeForCausalLM"),
     "qwen3moe": GgufArchitecture("qwen3_moe", "Qwen3MoeForCausalLM"),
     "gemma3": GgufArchitecture("gemma3_text", "Gemma3ForCausalLM", names=SANDWICH_NAMES),
 }
 MISTRAL = GgufArchitecture("mistral", "MistralForCausalLM", interleaved=True)
 MIXTRAL = GgufArchitecture("mixtral", "MixtralForCausalLM", interleaved=True)
-NORMALIZED_SCORES = {"mixtral": True, "qwen2_moe": False, "qwen3_moe": True}  # as llama.cpp has it: files do not say
+# Whether the scores of the chosen experts are divided by their sum: as llama.cpp has it, files do not say.
+NORMALIZED_SCORES = {"mixtral": True, "olmoe": False, "qwen2_moe": False, "qwen3_moe": True}
 GEMMA_LOCAL_BASE = 10_000.0  # rope base of the sliding layers, which most files leave out
 GEMMA_PATTERN = 6  # every sixth layer has full attention
 GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}  # the only sizes whose attention scale does not follow from head_dim

@@ -122,6 +122,7 @@ KINDS = {
     "olmo2": Traits(whole_norms=True, pre_norms=False, post_norms=True),
     "granite": Traits(),
     "mixtral": Traits(expert_width="intermediate_size"),
+    "olmoe": Traits(whole_norms=True, expert_width="intermediate_size"),
     "qwen2_moe": Traits(biases=("q_proj", "k_proj", "v_proj"), expert_width="moe_intermediate_size"),
     "qwen3_moe": Traits(head_norms=True, expert_width="moe_intermediate_size"),
     "gemma2": Traits(post_norms=True),
