@@ -7,7 +7,7 @@
 namespace outrider::LEVEL {
 
 // Scratch slots of these two files; linear.cpp uses the slots below.
-enum Slot { kPrepared = 0, kNormed = 8, kFirst, kSecond, kProduct, kPlan, kPartial, kOfThread, kLow, kLoraInput };
+enum Slot { kPrepared = 0, kNormed = 8, kFirst, kSecond, kProduct, kPlan, kPartial, kOfThread, kLow, kLoraInput, kOrdered };
 
 OUTRIDER_INLINE float* floats(int slot, size_t count) {
   return static_cast<float*>(scratch(slot, count * sizeof(float)));
@@ -40,17 +40,29 @@ void over_rows(int tokens, const Body& body) {
 void norm_row(const float* x, const float* weight, float eps, int width, float* out);  // out may be x
 void add_row(float* x, const float* y, const float* bias, int width);                  // x += y (+ bias)
 
-// Input of a matmul: x [T][K], normed if `norm` is not null.
+// Input of a matmul: x [T][K], normed if `norm` is not null, then in the order of the matrix if that is not null.
 struct Input {
   const float *x, *norm;
   float eps;
   int tokens, width;
   Activations activations;
+  const int32_t* order = nullptr;  // [K]
   Rows rows() const {
-    if (!norm) return prepare(x, tokens, width, activations, kPrepared);
-    float* normed = floats(kNormed, size_t(tokens) * width);  // [T][K]
-    rms_norm(x, norm, eps, tokens, width, normed);
-    return prepare(normed, tokens, width, activations, kPrepared);
+    const float* from = x;
+    if (norm) {
+      float* normed = floats(kNormed, size_t(tokens) * width);  // [T][K]
+      rms_norm(x, norm, eps, tokens, width, normed);
+      from = normed;
+    }
+    if (order) {
+      float* ordered = floats(kOrdered, size_t(tokens) * width);  // [T][K]
+      over_rows(tokens, [&](int first, int last) {
+        for (int token = first; token < last; ++token)
+          for (size_t at = size_t(token) * width, k = 0; k < size_t(width); ++k) ordered[at + k] = from[at + order[k]];
+      });
+      from = ordered;
+    }
+    return prepare(from, tokens, width, activations, kPrepared);
   }
 };
 

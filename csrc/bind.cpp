@@ -59,11 +59,12 @@ uint64_t stream_read(Address address, size_t bytes) {
 
 void bind_matrix(nb::module_& module) {
   nb::class_<Matrix>(module, "Matrix", "A weight matrix, repacked for the kernels.")
-      .def(nb::new_([](const std::string& format, int rows, int cols, Address source, bool fast_activations) {
+      .def(nb::new_([](const std::string& format, int rows, int cols, Address source, bool fast_activations,
+                       Address order) {
              nb::gil_scoped_release release;
-             return pack(format, rows, cols, at<const void>(source), fast_activations);
+             return pack(format, rows, cols, at<const void>(source), fast_activations, at<const int32_t>(order));
            }),
-           "format"_a, "rows"_a, "cols"_a, "source"_a, "fast_activations"_a = false)
+           "format"_a, "rows"_a, "cols"_a, "source"_a, "fast_activations"_a = false, "order"_a = 0)
       .def_ro("rows", &Matrix::rows)
       .def_ro("cols", &Matrix::cols)
       .def_ro("bytes", &Matrix::bytes)
@@ -82,6 +83,11 @@ void check_shape(const MatrixPointer& matrix, const char* name, int rows, int co
            "]");
 }
 
+// Matrices that read the same rows read them in one order.
+void check_order(const Matrix& first, const Matrix& second) {
+  if (first.order != second.order) refuse("matrices of one input have different orders of their columns");
+}
+
 std::shared_ptr<Attention> make_attention(MatrixPointer query, MatrixPointer key, MatrixPointer value,
                                           MatrixPointer output, int heads, int kv_heads, int head_dim, int window,
                                           int skip, bool causal, bool anchored, bool whole_norms, float scale,
@@ -98,6 +104,8 @@ std::shared_ptr<Attention> make_attention(MatrixPointer query, MatrixPointer key
   check_shape(key, "key", kv_heads * head_dim, width);
   check_shape(value, "value", kv_heads * head_dim, width);
   check_shape(output, "output", output ? output->rows : 0, heads * head_dim);
+  check_order(*query, *key);
+  check_order(*query, *value);
   auto f = [](Address address) { return at<const float>(address); };
   return std::make_shared<Attention>(
       Attention{query,         key,           value,         output,       heads,       kv_heads,
@@ -113,6 +121,7 @@ std::shared_ptr<Mlp> make_mlp(MatrixPointer gate, MatrixPointer up, MatrixPointe
   check_shape(gate, "gate", hidden, width);
   check_shape(up, "up", hidden, width);
   check_shape(down, "down", width, hidden);
+  check_order(*gate, *up);
   auto f = [](Address address) { return at<const float>(address); };
   return std::make_shared<Mlp>(
       Mlp{gate, up, down, activation, eps, f(norm), f(post_norm), f(gate_bias), f(up_bias), f(down_bias)});

@@ -46,13 +46,16 @@ struct Matrix {
   Activations activations = Activations::none;  // none for float weights
   std::shared_ptr<uint8_t> data;  // 64-byte aligned
   size_t bytes = 0;
+  std::vector<int32_t> order;  // [K]: the input that each packed column multiplies; empty: in order
+  const int32_t* input_order() const { return order.empty() ? nullptr : order.data(); }
   int tiles() const { return (rows + kLanes - 1) / kLanes; }
   size_t tile_bytes() const;  // bytes of one [16][K] tile
 };
 
 // Repack one checkpoint matrix. `format` is a key of FORMATS; `source` is its row-major bytes. An unknown format or a
-// width that is not a multiple of the block is refused.
-std::shared_ptr<Matrix> pack(const std::string& format, int rows, int cols, const void* source, bool fast_activations);
+// width that is not a multiple of the block is refused. `order` [K] or null: the input of each column.
+std::shared_ptr<Matrix> pack(const std::string& format, int rows, int cols, const void* source, bool fast_activations,
+                             const int32_t* order = nullptr);
 void unpack_row(const Matrix& matrix, int row, float scale, float* out);  // dequantize one row, for embeddings
 // Quantize f32, f16 or bf16 weights, a multiple of 32, into blocks of q8_0, q5_1 or q4_1; see quantize.cpp.
 void quantize(const std::string& from, const std::string& to, int64_t weights, const void* source, void* target);

@@ -279,7 +279,8 @@ size_t Matrix::tile_bytes() const {
   return inputs * kLanes * (kind == Kind::f32 ? 4 : 2);
 }
 
-std::shared_ptr<Matrix> pack(const std::string& name, int rows, int cols, const void* source, bool fast_activations) {
+std::shared_ptr<Matrix> pack(const std::string& name, int rows, int cols, const void* source, bool fast_activations,
+                             const int32_t* order) {
   const Format& format = find_format(name);
   if (rows <= 0 || cols <= 0) refuse("cannot pack an empty matrix");
   if (cols % format.elements)
@@ -294,6 +295,14 @@ std::shared_ptr<Matrix> pack(const std::string& name, int rows, int cols, const 
   matrix->has_min = format.has_min;
   matrix->zero_points = format.zero_points;
   if (format.group) matrix->activations = fast_activations ? Activations::fast : Activations::high;
+  if (order) {
+    matrix->order.assign(order, order + cols);
+    std::vector<bool> seen(size_t(cols), false);
+    for (int32_t input : matrix->order) {
+      if (input < 0 || input >= cols || seen[input]) refuse("the order of a matrix's inputs is no permutation");
+      seen[input] = true;
+    }
+  }
   matrix->bytes = matrix->tile_bytes() * matrix->tiles();
   matrix->data = allocate(matrix->bytes);
   const uint8_t* from = static_cast<const uint8_t*>(source);
@@ -308,7 +317,7 @@ void unpack_row(const Matrix& m, int row, float scale, float* out) {
   const uint8_t* block = m.data.get() + row / kLanes * m.tile_bytes();
   const int lane = row % kLanes;
   if (!m.group) {
-    for (int k = 0; k < m.cols; ++k) out[k] = element(m, block, lane, k) * scale;
+    for (int k = 0; k < m.cols; ++k) out[m.order.empty() ? k : m.order[k]] = element(m, block, lane, k) * scale;
     return;
   }
   for (int start = 0; start < m.cols; start += m.group, block += block_bytes(m)) {
@@ -319,7 +328,7 @@ void unpack_row(const Matrix& m, int row, float scale, float* out) {
       const int quad = m.kind == Kind::q4 ? i / 4 % 4 : i / 4;
       const uint8_t byte = block[quad * 64 + lane * 4 + i % 4];
       const int quant = m.kind == Kind::q4 ? (i < 16 ? byte & 15 : byte >> 4) : int8_t(byte);
-      out[start + i] = (d * float(quant - m.zero) + minimum) * scale;
+      out[m.order.empty() ? start + i : m.order[start + i]] = (d * float(quant - m.zero) + minimum) * scale;
     }
   }
 }

@@ -27,6 +27,7 @@ void project(const Projection* projections, int count, Input input, const int32_
     total += projections[i].matrix->tiles();
     input.activations = std::max(input.activations, projections[i].matrix->activations);
   }
+  input.order = projections[0].matrix->input_order();  // of all of them, by check_order
   shrink(slots, count, adapters, input, loras);
   over_input(input, [&](const Rows& rows, int part, int parts) {
     const Share share(total, part, parts);
@@ -187,7 +188,7 @@ void project_back(const Matrix& matrix, const LoraSlots* lora, const int32_t* ad
                   const float* bias, const float* post_norm, float eps, float* x, int tokens) {
   const int width = matrix.rows;
   float* product = floats(kProduct, size_t(tokens) * width);  // [T][E]
-  const Input rows_of{input, nullptr, eps, tokens, matrix.cols, matrix.activations};
+  const Input rows_of{input, nullptr, eps, tokens, matrix.cols, matrix.activations, matrix.input_order()};
   Lora low_rank;
   shrink(&lora, 1, adapters, rows_of, &low_rank);
   over_input(rows_of, [&](const Rows& rows, int part, int parts) {
@@ -250,7 +251,7 @@ void project_kv(const Attention& layer, const float* x, const Batch& batch, cons
 
 void mlp(const Mlp& layer, float* x, int tokens, const int32_t* adapters) {
   const Activations activations = std::max(layer.gate->activations, layer.up->activations);
-  const Input input{x, layer.norm, layer.eps, tokens, layer.gate->cols, activations};
+  const Input input{x, layer.norm, layer.eps, tokens, layer.gate->cols, activations, layer.gate->input_order()};
   const float* hidden = gated(layer, input, adapters);  // [T][N]
   project_back(*layer.down, layer.down_lora.get(), adapters, hidden, layer.down_bias, layer.post_norm, layer.eps, x,
                tokens);

@@ -43,7 +43,7 @@ class Queue {
 
 // Grow-only memory of the calling thread, 64-byte aligned; `slot` names one of kScratchSlots buffers. It caches
 // allocations, not values: nothing is read that the same call did not write.
-constexpr int kScratchSlots = 18;
+constexpr int kScratchSlots = 19;
 void* scratch(int slot, size_t bytes);
 
 }  // namespace outrider

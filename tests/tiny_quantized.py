@@ -47,10 +47,14 @@ def _value(codes: Tensor, scales: Tensor, zeros: Tensor, of_input: Tensor) -> Te
     return (codes - zeros.float()[:, of_input]) * scales.float()[:, of_input]
 
 
-def gptq(weight: Tensor, bits: int = 4, symmetric: bool = True, ordered: bool = False) -> Encoded:
+def gptq(
+    weight: Tensor, bits: int = 4, symmetric: bool = True, ordered: bool = False, by_rows: bool = False
+) -> Encoded:
+    """ordered: groups have random inputs, the same in all matrices; by_rows: in those with as many rows."""
     of_input = torch.arange(weight.shape[1]) // GROUP
     if ordered:
-        of_input = of_input[torch.randperm(len(of_input), generator=torch.Generator().manual_seed(len(weight)))]
+        generator = torch.Generator().manual_seed(len(weight) if by_rows else 0)
+        of_input = of_input[torch.randperm(len(of_input), generator=generator)]
     codes, scales, zeros = quantize(weight, bits, symmetric, of_input, torch.float16)
     stored = {
         "qweight": words(codes, bits).T,
@@ -113,15 +117,18 @@ def _compressed(form: str, **weights: Any) -> dict[str, Any]:
     }
 
 
-def _gptq(bits: int, symmetric: bool, ordered: bool) -> tuple[dict[str, Any], Callable[[Tensor], Encoded]]:
+def _gptq(
+    bits: int, symmetric: bool, ordered: bool, by_rows: bool = False
+) -> tuple[dict[str, Any], Callable[[Tensor], Encoded]]:
     config = {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "desc_act": ordered, "sym": symmetric}
-    return config, lambda weight: gptq(weight, bits, symmetric, ordered)
+    return config, lambda weight: gptq(weight, bits, symmetric, ordered, by_rows)
 
 
 SCHEMES: dict[str, tuple[dict[str, Any], Callable[[Tensor], Encoded]]] = {
     "gptq": _gptq(4, True, False),
     "gptq-asymmetric": _gptq(4, False, False),
     "gptq-act-order": _gptq(4, True, True),
+    "gptq-orders": _gptq(4, False, True, by_rows=True),
     "gptq-8": _gptq(8, True, False),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}, awq),
     "w4a16": (_compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=GROUP), w4a16),

@@ -87,6 +87,7 @@ are refused by name.
 
 """
 GGUF_NOTE = """
+The MXFP4 experts of gpt-oss (`mxfp4`) become blocks of that name and equal transformers' dequantisation to the bit.
 GGUF files, split or not, have matrices of these formats: {kinds}. Each equals the
 dequantisation of the `gguf` package to the bit, by `tests/kernels/test_quantized_blocks.py`.
 """

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from outrider.errors import UserError
 from outrider.kernels import Weight
@@ -25,13 +26,13 @@ KINDS = {  # the blocks that hold each without loss
     "float8-tensor-sym-float-quantized": "fp8",
     "gptq-4-asym-128_v2": "q4_z",
     "gptq-4-asym-32": "q4_z",
-    "gptq-4-asym-32-act-order_v2": "f16",
+    "gptq-4-asym-32-act-order_v2": "q4_z",
     "gptq-4-sym-32": "q4_0",
-    "gptq-4-sym-32-act-order": "f16",
+    "gptq-4-sym-32-act-order": "q4_0",
     "gptq-4-sym-row": "q4_0",
     "gptq-8-asym-64_v2": "q8_z",
     "gptq-8-sym-32": "q8_0",
-    "gptq-8-sym-32-act-order": "f16",
+    "gptq-8-sym-32-act-order": "q8_0",
     "int4-channel-sym-pack-quantized": "q4_0",
     "int4-group-asym-pack-quantized": "q4_z",
     "int4-group-sym-pack-quantized": "q4_0",
@@ -66,14 +67,21 @@ def test_every_recorded_vector_is_tested() -> None:
 def test_a_matrix_equals_the_dequantisation_of_its_library(name: str) -> None:
     config, tensors, expected = read(name)
     weight = load(config, tensors)
-    assert weight.kind == KINDS[name]
+    assert weight.kind == KINDS[name] and (weight.order is not None) == ("act-order" in name)
     found = dequantize(weight)
     assert found.shape == expected.shape
     # Blocks are more precise than the libraries, which round each weight to the dtype of the scales.
     assert torch.equal(found.to(expected.dtype), expected)
 
 
-@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind not in ("f16", "fp8")])
+def test_groups_of_different_sizes_become_floats() -> None:
+    config, tensors, _ = read("gptq-4-sym-32-act-order")
+    groups = tensors["m.g_idx"].clone()
+    groups[0] = (groups[0] + 1) % 4
+    assert load(config, tensors | {"m.g_idx": groups}).kind == "f16"
+
+
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind != "fp8"])
 def test_scales_that_half_precision_cannot_hold_make_floats(name: str, caplog: pytest.LogCaptureFixture) -> None:
     config, tensors, expected = read(name)
     scale = next(key for key in tensors if key.endswith(("scales", "weight_scale")))
@@ -83,6 +91,22 @@ def test_scales_that_half_precision_cannot_hold_make_floats(name: str, caplog: p
     assert weight.kind == "f32"
     assert "become f32, which takes more memory" in caplog.text
     assert torch.allclose(dequantize(weight), expected.float(), rtol=1e-2)
+
+
+def test_mxfp4_experts_equal_transformers() -> None:
+    blocks = torch.randint(0, 256, (3, 8, 2, 16), dtype=torch.uint8)
+    scales = torch.randint(115, 130, (3, 8, 2), dtype=torch.uint8)
+    settings = read_settings(Path("here"), {"quantization_config": {"quant_method": "mxfp4"}})
+    assert settings is not None
+    tensors = {"mlp.experts.up_proj_blocks": blocks, "mlp.experts.up_proj_scales": scales}
+    matrices, used = join(settings, tensors)
+    assert used == set(tensors)
+    weight = matrices["mlp.experts.up_proj"].load()
+    assert (weight.kind, weight.shape) == ("mxfp4", (3, 8, 64))
+    expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)  # [experts, K, N]
+    assert torch.equal(dequantize(weight), expected.transpose(1, 2))
+    with pytest.raises(UserError, match=r"`mlp\.experts\.up_proj_blocks` has the shape"):
+        join(settings, tensors | {"mlp.experts.up_proj_scales": scales[:, 1:]})
 
 
 DAMAGED = ["gptq-4-sym-32", "awq-32", "int4-group-asym-pack-quantized", "int8-channel-sym-int-quantized"]

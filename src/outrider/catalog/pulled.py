@@ -32,7 +32,7 @@ ARCHITECTURES = (
     "MiMoForCausalLM",
 )
 # Values of `quant_method` in config.json that the engine reads.
-QUANTIZED = ("gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8")
+QUANTIZED = ("gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ minima: checkpoints of GPTQ, AWQ and compressed-tensors have these. In the shape
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -59,6 +59,9 @@ def row_bytes(kind: str, columns: int) -> int:
 
 def dequantize(weight: Weight) -> Tensor:
     """Return the fp32 values of a weight in its logical shape."""
+    if weight.order is not None:
+        stored = dequantize(replace(weight, order=None))
+        return torch.empty_like(stored).index_copy_(1, weight.order.to(stored.device, torch.int64), stored)
     block = FORMATS[weight.kind]
     if block.split is None:
         return weight.data.reshape(weight.shape).to(torch.float32)

@@ -17,6 +17,7 @@ class Weight:
     kind: str  # a key of quantization.FORMATS: f32, f16, bf16, q4_0, q4_1, q8_0, q4_k, ...
     shape: tuple[int, ...]  # logical shape: (N, K), or (N,) for vectors
     data: Tensor  # floats of `shape`, or uint8 [N, bytes per row]
+    order: Tensor | None = None  # [K] int32: the input that each stored column multiplies; None: in order
 
 
 @dataclass(frozen=True)

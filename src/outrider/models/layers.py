@@ -78,7 +78,7 @@ class WeightReader:
             return [self.matrix(f"{module}{name}.weight", count, columns) for name, count in rows.items()]
         whole = self.stored(f"{module}{fused}.weight", sum(rows.values()), columns)
         parts = torch.split(whole.data, list(rows.values()))
-        found = [Weight(whole.kind, (len(part), columns), part) for part in parts]
+        found = [replace(whole, shape=(len(part), columns), data=part) for part in parts]
         return [self.counted(self.quantized(weight, fine=False)) for weight in found]
 
     def quantized(self, weight: Weight, fine: bool) -> Weight:

@@ -6,7 +6,7 @@ unsigned. Letters: N outputs, K inputs, G groups.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,11 +41,19 @@ class IntegerMatrix:
     groups: Tensor | None = None  # [K]: the group of each input; None: neighbours share one
     group_size: int = 0  # inputs of a group; the last group may have fewer
 
-    def weight(self) -> Weight:
+    def weight(self, reorder: bool = True) -> Weight:
         """Return the matrix in blocks with the same codes, scales and zero points; in floats if blocks cannot hold it.
 
-        Blocks have a scale in half precision for every 32 neighbouring inputs.
+        Blocks have a scale in half precision for every 32 neighbouring inputs. With `reorder`, inputs of one group that
+        are no neighbours (act-order) become such: the weight states the order.
         """
+        if self.groups is not None and reorder:
+            order = self.groups.argsort(stable=True)  # [K]
+            if torch.equal(self.groups[order], torch.arange(len(order)) // self._size):
+                sorted_inputs = replace(self, codes=self.codes[:, order], groups=None)
+                weight = sorted_inputs.weight()
+                if FORMATS[weight.kind].quantized:
+                    return replace(weight, order=order.to(torch.int32))
         rows, columns = self.codes.shape
         halves = self.scales.to(torch.float16)
         exact = torch.equal(halves.to(self.scales.dtype), self.scales)

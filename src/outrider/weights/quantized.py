@@ -1,4 +1,4 @@
-"""Quantized safetensors checkpoints: GPTQ, AWQ, compressed-tensors and FP8.
+"""Quantized safetensors checkpoints: GPTQ, AWQ, compressed-tensors, FP8 and MXFP4.
 
 The tensors of a matrix (codes, scales, zero points) are joined under the name of the matrix, by their suffixes. Scales
 and zero points of activations and of the KV cache are left out: activations have the precision of the backend.
@@ -55,17 +55,22 @@ UNUSED = (".input_scale", ".input_zero_point", ".output_scale", ".output_zero_po
 class QuantizedMatrix:
     """A matrix in several tensors. Nothing is unpacked before `load`."""
 
-    kind: str  # as the checkpoint stores it, for people: gptq-int4, awq-int4, int4, int8, fp8
-    shape: tuple[int, int]
+    kind: str  # as the checkpoint stores it, for people: gptq-int4, awq-int4, int4, int8, fp8, mxfp4
+    shape: tuple[int, ...]  # [N, K]; of mxfp4 also [experts, N, K]
     parts: Mapping[str, Tensor]  # by suffix
     settings: Settings
+    reorder: bool = True  # whether the columns may be stored in another order
 
     @property
     def bytes(self) -> int:
         return sum(part.nbytes for part in self.parts.values())
 
-    def load(self) -> Weight:
-        weight = self.settings.blocks(self) if self.kind == "fp8" else self.integers().weight()
+    def load(self, reorder: bool = True) -> Weight:
+        """Return the matrix in blocks. reorder: its columns may be stored in another order, which the weight states."""
+        if self.kind == "mxfp4":
+            return self._mxfp4()
+        reorder = reorder and self.reorder
+        weight = self.settings.blocks(self) if self.kind == "fp8" else self.integers().weight(reorder)
         if not FORMATS[weight.kind].quantized:
             self.settings.report(self.kind, weight.kind)
         return weight
@@ -75,6 +80,13 @@ class QuantizedMatrix:
         unpack = {"qweight": self._awq if self.kind.startswith("awq") else self._gptq, "weight_packed": self._packed}
         first = next((suffix for suffix in unpack if suffix in self.parts), None)
         return unpack[first]() if first else self._plain()
+
+    def _mxfp4(self) -> Weight:
+        """Move the nibbles: in a checkpoint those of a byte are neighbours, in blocks they are 16 inputs apart."""
+        pairs = self.parts["blocks"]  # [..., K / 32, 16]
+        nibbles = torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2)  # [..., K / 32, 32]
+        blocks = torch.cat([self.parts["scales"].unsqueeze(-1), nibbles[..., :16] | nibbles[..., 16:] << 4], -1)
+        return Weight("mxfp4", self.shape, blocks.view(math.prod(self.shape[:-1]), -1))
 
     def _gptq(self) -> IntegerMatrix:
         bits, rows = self._bits, self.shape[0]
@@ -236,6 +248,11 @@ def join(settings: Settings, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Q
     used = {name for name in tensors if name.endswith(UNUSED)}
     for name, tensor in tensors.items():
         stem, _, suffix = name.rpartition(".")
+        scales = name.removesuffix("_blocks") + "_scales"
+        if settings.method == "mxfp4" and name.endswith("_blocks") and scales in tensors:
+            used |= {name, scales}
+            matrices[name.removesuffix("_blocks")] = _mxfp4_matrix(settings, name, tensor, tensors[scales])
+            continue
         codes = suffix in ("qweight", "weight_packed") and tensor.dtype == torch.int32
         if not codes and not (suffix == "weight" and tensor.dtype in (torch.int8, FP8)):
             continue
@@ -292,7 +309,15 @@ def _matrix(settings: Settings, stem: str, parts: dict[str, Tensor]) -> Quantize
                 check("weight_zero_point", tuple(parts["weight_scale"].shape))
     if min(rows, columns) < 1 or any(parts[each].dtype not in FLOAT_KINDS for each in parts if "scale" in each):
         raise settings.refuse(f"the tensors of `{stem}` are damaged")
-    return QuantizedMatrix(kind, (rows, columns), parts, settings)
+    return QuantizedMatrix(kind, (rows, columns), parts, settings, reorder=".experts." not in stem)
+
+
+def _mxfp4_matrix(settings: Settings, name: str, blocks: Tensor, scales: Tensor) -> QuantizedMatrix:
+    right = blocks.dim() >= 3 and blocks.shape[-1] == BLOCK // 2 and blocks.shape[:-1] == scales.shape
+    if not right or blocks.dtype != torch.uint8 or scales.dtype != torch.uint8 or not blocks.numel():
+        raise settings.refuse(f"`{name}` has the shape {list(blocks.shape)} and scales {list(scales.shape)}")
+    shape = (*blocks.shape[:-2], blocks.shape[-2] * BLOCK)
+    return QuantizedMatrix("mxfp4", shape, {"blocks": blocks, "scales": scales}, settings)
 
 
 def _dimensions(tensor: Tensor) -> tuple[int, int] | None:

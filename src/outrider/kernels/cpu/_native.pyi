@@ -1,7 +1,9 @@
 """Types of the native module (csrc/bind*.cpp). Addresses are `tensor.data_ptr()`; 0 means absent."""
 
 class Matrix:
-    def __init__(self, format: str, rows: int, cols: int, source: int, fast_activations: bool = False) -> None: ...
+    def __init__(
+        self, format: str, rows: int, cols: int, source: int, fast_activations: bool = False, order: int = 0
+    ) -> None: ...
     @property
     def rows(self) -> int: ...
     @property

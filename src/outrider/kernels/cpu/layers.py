@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..quantization import FORMATS, row_bytes
+from ..quantization import FORMATS, dequantize, row_bytes
 from ..structures import AttentionWeights, Batch, LayerPages, MlpWeights, MoeWeights, Weight
 from . import _native
 from .runtime import FLOAT, address, floats, integers
@@ -70,7 +70,18 @@ def matrix(weight: Weight, fast_activations: bool = False) -> _native.Matrix:
             f"a `{weight.kind}` matrix of shape {tuple(weight.shape)} has {expected} bytes, "
             f"but its data is {data.nbytes} bytes of {data.dtype}"
         )
-    return _native.Matrix(weight.kind, rows, columns, data.data_ptr(), fast_activations)
+    order = None if weight.order is None else weight.order.to(torch.int32).contiguous()
+    where = 0 if order is None else integers(order, columns)
+    return _native.Matrix(weight.kind, rows, columns, data.data_ptr(), fast_activations, where)
+
+
+def _in_one_order(*weights: Weight) -> list[Weight]:
+    """Return matrices that read the same rows: as they are if their orders of inputs agree, else as halves."""
+    orders = [weight.order for weight in weights]
+    first = orders[0]
+    if all(order is None if first is None else order is not None and torch.equal(order, first) for order in orders):
+        return list(weights)
+    return [Weight("f16", weight.shape, dequantize(weight).to(torch.float16)) for weight in weights]
 
 
 def attention_layer(weights: AttentionWeights, fast_activations: bool = False) -> AttentionLayer:
@@ -92,10 +103,11 @@ def attention_layer(weights: AttentionWeights, fast_activations: bool = False) -
     cos, sin = vectors["cos"], vectors["sin"]
     if (cos is None) != (sin is None) or (cos is not None and sin is not None and cos.shape != sin.shape):
         raise ValueError("`cos` and `sin` must be tables of one shape")
+    query, key, value = _in_one_order(weights.query, weights.key, weights.value)
     native = _native.Attention(
-        query=matrix(weights.query, fast_activations),
-        key=matrix(weights.key, fast_activations),
-        value=matrix(weights.value, fast_activations),
+        query=matrix(query, fast_activations),
+        key=matrix(key, fast_activations),
+        value=matrix(value, fast_activations),
         output=matrix(weights.output, fast_activations),
         heads=weights.heads,
         kv_heads=weights.kv_heads,
@@ -126,9 +138,10 @@ def mlp_layer(weights: MlpWeights, fast_activations: bool = False) -> MlpLayer:
         "up_bias": _vector("up_bias", weights.up_bias, hidden),
         "down_bias": _vector("down_bias", weights.down_bias, width),
     }
+    gate, up = _in_one_order(weights.gate, weights.up)
     native = _native.Mlp(
-        gate=matrix(weights.gate, fast_activations),
-        up=matrix(weights.up, fast_activations),
+        gate=matrix(gate, fast_activations),
+        up=matrix(up, fast_activations),
         down=matrix(weights.down, fast_activations),
         activation=ACTIVATIONS[weights.activation],
         eps=weights.eps,

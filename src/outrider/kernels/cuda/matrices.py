@@ -67,7 +67,8 @@ def pack(weights: Sequence[Weight], batch_invariant: bool = False, expand: bool 
     assert len({weight.shape[1] for weight in weights}) == 1, [weight.shape for weight in weights]
     kinds = {weight.kind for weight in weights}
     short = expand and weights[0].shape[1] <= EXPANDED
-    if short or not all(FORMATS[kind].quantized for kind in kinds):
+    ordered = any(weight.order is not None for weight in weights)  # act-order
+    if short or ordered or not all(FORMATS[kind].quantized for kind in kinds):
         return _floats(weights, batch_invariant)
     if "fp8" in kinds:
         return _quantized(weights, "fp8", batch_invariant) if kinds == {"fp8"} else _floats(weights, batch_invariant)

@@ -235,7 +235,7 @@ def _joined(path: Path, config: dict[str, Any], found: dict[str, Tensor]) -> dic
 def _loaded(tensor: Held | QuantizedMatrix) -> Held:
     if not isinstance(tensor, QuantizedMatrix):
         return tensor
-    weight = tensor.load()
+    weight = tensor.load(reorder=False)
     return Packed(weight.kind, weight.data) if FORMATS[weight.kind].quantized else weight.data
 
 
