@@ -122,6 +122,20 @@ def test_damaged_matrices_are_refused_by_name(name: str) -> None:
             load(config, tensors | {key: tensor.flatten()[:-1].contiguous()})
 
 
+@pytest.mark.parametrize("name", [*DAMAGED, "gptq-8-sym-32-act-order", "float8-channel-sym-float-quantized"])
+def test_a_part_of_another_dtype_is_refused_or_is_no_matrix(name: str) -> None:
+    config, tensors, _ = read(name)
+    settings = read_settings(Path("here"), config)
+    assert settings is not None
+    for key, tensor in tensors.items():
+        other = tensors | {key: tensor.to(torch.int16)}
+        if key in ("m.weight", "m.qweight", "m.weight_packed"):
+            assert not join(settings, other)[0]
+        else:
+            with pytest.raises(UserError, match=rf"`{key}` holds torch.int16 of shape"):
+                join(settings, other)
+
+
 @pytest.mark.parametrize("name", DAMAGED)
 def test_a_missing_part_is_named(name: str) -> None:
     config, tensors, _ = read(name)

@@ -36,6 +36,7 @@ COMPRESSED_FORMATS = (
 GPTQ_FORMATS = ("gptq", "gptq_v2")
 ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}  # added to the stored zero points
 FP8 = torch.float8_e4m3fn
+INDICES = (torch.int32, torch.int64)  # dtypes of shapes and groups
 DEFAULT_BLOCK = (128, 128)  # rows and columns that share a scale, if the configuration does not say
 # Tensors that belong to a matrix, beside its codes.
 PARTS = (
@@ -262,54 +263,87 @@ def join(settings: Settings, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Q
     return matrices, used
 
 
-def _matrix(settings: Settings, stem: str, parts: dict[str, Tensor]) -> QuantizedMatrix:
-    """Check the shapes of a matrix's tensors against each other."""
+@dataclass(frozen=True)
+class _Parts:
+    """The tensors of one matrix by suffix, whose shapes are checked against each other."""
 
-    def check(suffix: str, *shapes: tuple[int, ...]) -> None:
-        if suffix not in parts:
-            raise settings.refuse(f"`{stem}.{suffix}` is missing")
-        if shapes and tuple(parts[suffix].shape) not in shapes:
-            raise settings.refuse(f"`{stem}.{suffix}` has the shape {list(parts[suffix].shape)}")
+    settings: Settings
+    stem: str
+    parts: dict[str, Tensor]
 
-    per_word = 32 // settings.bits
-    if "qweight" in parts:
-        height, width = _dimensions(parts["qweight"]) or (0, 0)
-        check("scales")
-        groups = parts["scales"].shape[0] if parts["scales"].dim() == 2 else 0
-        awq = settings.method == "awq"
-        columns, rows = (height, width * per_word) if awq else (height * per_word, width)
-        check("qweight", (columns // (1 if awq else per_word), rows // (per_word if awq else 1)))
-        check("scales", (groups, rows))
-        check("qzeros", (groups, math.ceil(rows / per_word)))
-        if "g_idx" in parts:
-            check("g_idx", (columns,))
-        kind = f"{'awq' if awq else 'gptq'}-int{settings.bits}"
-    elif "weight_packed" in parts:
-        check("weight_shape", (2,))
-        rows, columns = (int(size) for size in parts["weight_shape"])
-        bits = 8 if tuple(parts["weight_packed"].shape) == (rows, math.ceil(columns / 4)) else 4
+    def check(self, suffix: str, *shapes: tuple[int, ...]) -> None:
+        if suffix not in self.parts:
+            raise self.settings.refuse(f"`{self.stem}.{suffix}` is missing")
+        if shapes and tuple(self.parts[suffix].shape) not in shapes:
+            raise self.settings.refuse(f"`{self.stem}.{suffix}` has the shape {list(self.parts[suffix].shape)}")
+
+    def check_if_present(self, suffix: str, shape: tuple[int, ...]) -> None:
+        if suffix in self.parts:
+            self.check(suffix, shape)
+
+    def gptq_or_awq(self) -> tuple[str, int, int]:
+        """Return kind, rows and columns."""
+        bits, awq = self.settings.bits, self.settings.method == "awq"
         per_word = 32 // bits
-        check("weight_packed", (rows, math.ceil(columns / per_word)))
-        check("weight_scale")
-        groups = parts["weight_scale"].shape[-1] if parts["weight_scale"].dim() == 2 else 1
-        check("weight_scale", (rows, groups), (1, 1), (1,), ())
-        if "weight_zero_point" in parts:
-            check("weight_zero_point", (math.ceil(rows / per_word), groups))
-        if "weight_g_idx" in parts:
-            check("weight_g_idx", (columns,))
-        kind = f"int{bits}"
-    else:
-        rows, columns = _dimensions(parts["weight"]) or (0, 0)
-        check("weight_scale" if "weight_scale" in parts or parts["weight"].dtype != FP8 else "weight_scale_inv")
-        kind = "fp8" if parts["weight"].dtype == FP8 else "int8"
-        if kind == "int8":
-            groups = parts["weight_scale"].shape[-1] if parts["weight_scale"].dim() == 2 else 1
-            check("weight_scale", (rows, groups), (1, 1), (1,), (), (rows,))
-            if "weight_zero_point" in parts:
-                check("weight_zero_point", tuple(parts["weight_scale"].shape))
-    if min(rows, columns) < 1 or any(parts[each].dtype not in FLOAT_KINDS for each in parts if "scale" in each):
-        raise settings.refuse(f"the tensors of `{stem}` are damaged")
+        words = self.parts["qweight"]
+        height, width = words.shape if words.dim() == 2 else (0, 0)
+        self.check("qweight", (height, width))
+        columns, rows = (height, width * per_word) if awq else (height * per_word, width)
+        self.check("scales")
+        groups = self.parts["scales"].shape[0] if self.parts["scales"].dim() else 0
+        self.check("scales", (groups, rows))
+        self.check("qzeros", (groups, math.ceil(rows / per_word)))
+        self.check_if_present("g_idx", (columns,))
+        return f"{'awq' if awq else 'gptq'}-int{bits}", rows, columns
+
+    def packed(self) -> tuple[str, int, int]:
+        self.check("weight_shape", (2,))
+        rows, columns = (int(size) for size in self.parts["weight_shape"])
+        bits = 8 if tuple(self.parts["weight_packed"].shape) == (rows, math.ceil(columns / 4)) else 4
+        per_word = 32 // bits
+        self.check("weight_packed", (rows, math.ceil(columns / per_word)))
+        groups = self._check_scales(rows)
+        self.check_if_present("weight_zero_point", (math.ceil(rows / per_word), groups))
+        self.check_if_present("weight_g_idx", (columns,))
+        return f"int{bits}", rows, columns
+
+    def plain(self) -> tuple[str, int, int]:
+        numbers = self.parts["weight"]
+        rows, columns = numbers.shape if numbers.dim() == 2 else (0, 0)
+        self.check("weight", (rows, columns))
+        if numbers.dtype == FP8:
+            self.check("weight_scale_inv" if "weight_scale_inv" in self.parts else "weight_scale")
+            return "fp8", rows, columns
+        self._check_scales(rows)
+        self.check_if_present("weight_zero_point", tuple(self.parts["weight_scale"].shape))
+        return "int8", rows, columns
+
+    def _check_scales(self, rows: int) -> int:
+        """Return the number of groups."""
+        self.check("weight_scale")
+        scales = self.parts["weight_scale"]
+        groups = scales.shape[1] if scales.dim() == 2 else 1
+        self.check("weight_scale", (rows, groups), (1, 1), (1,), (), (rows,))
+        return groups
+
+
+def _matrix(settings: Settings, stem: str, parts: dict[str, Tensor]) -> QuantizedMatrix:
+    checked = _Parts(settings, stem, parts)
+    read = checked.gptq_or_awq if "qweight" in parts else checked.packed if "weight_packed" in parts else checked.plain
+    kind, rows, columns = read()
+    for suffix, tensor in parts.items():
+        if tensor.dtype not in _dtypes(suffix, "weight_packed" in parts) or min(rows, columns) < 1:
+            raise settings.refuse(f"`{stem}.{suffix}` holds {tensor.dtype} of shape {list(tensor.shape)}")
     return QuantizedMatrix(kind, (rows, columns), parts, settings, reorder=".experts." not in stem)
+
+
+def _dtypes(suffix: str, packed: bool) -> tuple[torch.dtype, ...]:
+    """Return the dtypes that a tensor of a matrix may have."""
+    if "scale" in suffix:
+        return tuple(FLOAT_KINDS)
+    if suffix == "weight" or (suffix == "weight_zero_point" and not packed):
+        return torch.int8, FP8
+    return (torch.int32,) if suffix in ("qweight", "qzeros", "weight_packed", "weight_zero_point") else INDICES
 
 
 def _mxfp4_matrix(settings: Settings, name: str, blocks: Tensor, scales: Tensor) -> QuantizedMatrix:
@@ -318,7 +352,3 @@ def _mxfp4_matrix(settings: Settings, name: str, blocks: Tensor, scales: Tensor)
         raise settings.refuse(f"`{name}` has the shape {list(blocks.shape)} and scales {list(scales.shape)}")
     shape = (*blocks.shape[:-2], blocks.shape[-2] * BLOCK)
     return QuantizedMatrix("mxfp4", shape, {"blocks": blocks, "scales": scales}, settings)
-
-
-def _dimensions(tensor: Tensor) -> tuple[int, int] | None:
-    return (tensor.shape[0], tensor.shape[1]) if tensor.dim() == 2 else None
