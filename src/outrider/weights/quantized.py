@@ -334,7 +334,7 @@ def _matrix(settings: Settings, stem: str, parts: dict[str, Tensor]) -> Quantize
     for suffix, tensor in parts.items():
         if tensor.dtype not in _dtypes(suffix, "weight_packed" in parts) or min(rows, columns) < 1:
             raise settings.refuse(f"`{stem}.{suffix}` holds {tensor.dtype} of shape {list(tensor.shape)}")
-    return QuantizedMatrix(kind, (rows, columns), parts, settings, reorder=".experts." not in stem)
+    return QuantizedMatrix(kind, (rows, columns), parts, settings, reorder="expert" not in stem)
 
 
 def _dtypes(suffix: str, packed: bool) -> tuple[torch.dtype, ...]:
