@@ -39,6 +39,7 @@ class ModelServer:
     token: str = ""  # that clients must send
     license: str = "apache-2.0"
     commit: str = COMMIT
+    revisions: dict[str, str] = field(default_factory=dict)  # tag -> commit, whose files are those of `NAME@COMMIT`
     elsewhere: str = ""  # host that holds the hub's files; the hub redirects to it
     requests: list[tuple[str, str, str]] = field(default_factory=list)  # method, path, Range
     tokens: list[str] = field(default_factory=list)  # Authorization of each request for a file
@@ -46,6 +47,13 @@ class ModelServer:
     def fetched(self, ending: str = ".gguf") -> list[str]:
         """Return the Range of each GET of a file with this ending."""
         return [span for method, path, span in self.requests if method == "GET" and path.endswith(ending)]
+
+    def files_of(self, name: str, revision: str) -> tuple[str, dict[str, bytes] | None]:
+        """Return the commit of a revision, and its files."""
+        commit = self.revisions.get(revision, revision)
+        if f"{name}@{commit}" in self.repositories:
+            return commit, self.repositories[f"{name}@{commit}"]
+        return self.commit, self.repositories.get(name) if revision in ("", "main", self.commit) else None
 
     def sibling(self, file: str, content: bytes) -> dict[str, object]:
         entry: dict[str, object] = {"rfilename": file, "size": len(content), "blobId": "0" * 40}
@@ -75,31 +83,30 @@ class Handler(BaseHTTPRequestHandler):
         self.server.state.requests.append((self.command, path, self.headers.get("Range", "")))
         if self.server.state.token and self.headers.get("Authorization") != f"Bearer {self.server.state.token}":
             return self.answer(401, b"{}")
-        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(/revision/[^/]+)?", path):
-            return self.describe(match[1])
-        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/[^/]+", path):
-            return self.list_tree(match[1])
-        if match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/[^/]+/(.+)", path):
-            files = self.server.state.repositories.get(match[1], {})
-            if self.server.state.elsewhere and match[2] in files:
+        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+?)(?:/revision/([^/]+))?", path):
+            return self.describe(match[1], match[2] or "")
+        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/([^/]+)", path):
+            return self.list_tree(match[1], match[2])
+        if match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+            commit, files = self.server.state.files_of(match[1], match[2])
+            if self.server.state.elsewhere and match[3] in (files or {}):
                 self.send_response(302)
-                self.send_header("Location", f"{self.server.state.elsewhere}/{match[2]}")
+                self.send_header("Location", f"{self.server.state.elsewhere}/{match[3]}")
                 self.send_header("Content-Length", "0")
                 self.end_headers()
                 return None
-            return self.send_file(match[2], files.get(match[2]))
+            return self.send_file(match[3], (files or {}).get(match[3]), commit)
         return self.send_file(path.lstrip("/"), self.server.state.files.get(path))
 
-    def describe(self, name: str) -> None:
-        if name not in self.server.state.repositories:
+    def describe(self, name: str, revision: str) -> None:
+        commit, files = self.server.state.files_of(name, revision)
+        if files is None:
             return self.answer(404, b'{"error": "Repository not found"}', {"X-Error-Code": "RepoNotFound"})
-        siblings = [
-            self.server.state.sibling(file, content) for file, content in self.server.state.repositories[name].items()
-        ]
+        siblings = [self.server.state.sibling(file, content) for file, content in files.items()]
         info = {
             "id": name,
             "modelId": name,
-            "sha": self.server.state.commit,
+            "sha": commit,
             "private": False,
             "gated": False,
             "siblings": siblings,
@@ -110,9 +117,9 @@ class Handler(BaseHTTPRequestHandler):
         }
         return self.answer(200, json.dumps(info).encode())
 
-    def list_tree(self, name: str) -> None:
+    def list_tree(self, name: str, revision: str) -> None:
         entries = []
-        for file, content in self.server.state.repositories.get(name, {}).items():
+        for file, content in (self.server.state.files_of(name, revision)[1] or {}).items():
             known = self.server.state.sibling(file, content)
             entry = {"type": "file", "path": file, "size": len(content), "oid": known["blobId"]}
             if isinstance(lfs := known.get("lfs"), dict):
@@ -120,7 +127,7 @@ class Handler(BaseHTTPRequestHandler):
             entries.append(entry)
         self.answer(200, json.dumps(entries).encode())
 
-    def send_file(self, name: str, content: bytes | None) -> None:
+    def send_file(self, name: str, content: bytes | None, commit: str = COMMIT) -> None:
         if self.command == "GET":
             self.server.state.tokens.append(self.headers.get("Authorization", ""))
         if content is None:
@@ -134,7 +141,7 @@ class Handler(BaseHTTPRequestHandler):
             "modified": {"Last-Modified": f"Mon, 16 Nov 2026 00:00:{len(content) % 60:02} GMT"},
             "none": {},
         }[self.server.state.validator]
-        headers = {**validators, "X-Repo-Commit": self.server.state.commit, "Accept-Ranges": "bytes"}
+        headers = {**validators, "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         start = 0
         condition = self.headers.get("If-Range")
         if (

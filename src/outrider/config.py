@@ -14,13 +14,24 @@ from .validation import check_type
 DTYPES = ("float32", "float16", "bfloat16")
 BACKENDS = ("cpu", "cuda", "reference")
 QUANTIZE = ("int8", "int4", "fp8")
+STORED_FORMATS = {  # vLLM's value of `quantization` -> format that a checkpoint states
+    "awq": "awq",
+    "awq_marlin": "awq",
+    "gptq": "gptq",
+    "gptq_marlin": "gptq",
+    "compressed-tensors": "compressed-tensors",
+    "fp8": "fp8",
+    "fbgemm_fp8": "fbgemm_fp8",
+    "gguf": "gguf",
+}
 ACTIVATIONS = ("high", "fast")
 GRAPHS = ("NONE", "FULL_DECODE_ONLY", "FULL")
 NO_PIECEWISE = ", but a step is captured whole or not at all, since pieces would leave attention and drafts to the host"
 
 OPTION_ALIASES = {  # other name -> name in EngineConfig
     "rounds": "decode_steps",  # deprecated alias
-    "max_model_len": "max_context",  # this and the next two: vLLM's names
+    "max_model_len": "max_context",  # this and the next three: vLLM's names
+    "quantization": "quantize",
     "max_num_seqs": "max_requests",
     "max_num_batched_tokens": "max_step_tokens",
 }
@@ -31,8 +42,9 @@ class EngineConfig:
     """The options of the engine."""
 
     model: str = "smollm2-135m"
+    revision: str | None = None  # branch, tag or commit of a hub model; None: its main branch
     backend: str = "auto"  # cpu; cuda: an NVIDIA GPU; reference: plain torch, slow; auto: cuda if supported, else cpu
-    quantize: str | None = None  # int8, int4 or fp8: quantize float weights while loading
+    quantize: str | None = None  # int8, int4, fp8: quantize float weights; awq, gptq, ...: the checkpoint's format
     activations: str = "auto"  # cpu, quantized weights: high or fast (int8); auto: by the instruction set
     kv_dtype: str = "auto"  # float32, float16, bfloat16
     max_context: int | None = None  # limit on prompt and output together, in tokens; None: the trained context
@@ -61,6 +73,7 @@ class EngineConfig:
 class EngineOptions(TypedDict, total=False):
     """The keywords of LLM and AsyncLLM: the fields of EngineConfig but `model`, and other names of them."""
 
+    revision: str | None
     backend: str
     quantize: str | None
     activations: str
@@ -88,6 +101,7 @@ class EngineOptions(TypedDict, total=False):
     max_cpu_loras: int
     rounds: int | None  # deprecated alias
     max_model_len: int | None
+    quantization: str | None
     max_num_seqs: int
     max_num_batched_tokens: int | None
 
@@ -156,8 +170,11 @@ def check(config: EngineConfig) -> None:
         raise UserError(f"`backend` is `{config.backend}`: expected auto or one of {', '.join(BACKENDS)}")
     if config.kv_dtype not in ("auto", *DTYPES):
         raise UserError(f"`kv_dtype` is `{config.kv_dtype}`: expected auto or one of {', '.join(DTYPES)}")
-    if config.quantize is not None and config.quantize not in QUANTIZE:
-        raise UserError(f"`quantize` is `{config.quantize}`: expected one of {', '.join(QUANTIZE)}")
+    if config.quantize is not None and config.quantize not in (*QUANTIZE, *STORED_FORMATS):
+        raise UserError(
+            f"`quantize` is `{config.quantize}`: expected {', '.join(QUANTIZE)}, which quantize float weights while "
+            f"loading, or the format that the checkpoint has ({', '.join(STORED_FORMATS)})"
+        )
     if config.activations not in ("auto", *ACTIVATIONS):
         raise UserError(f"`activations` is `{config.activations}`: expected auto or one of {', '.join(ACTIVATIONS)}")
     if config.cudagraph_mode not in GRAPHS:

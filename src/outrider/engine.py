@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from . import config as configuration
 from .adapters import AdapterManager, LoRARequest
 from .cache.pages import Pages
+from .catalog import with_revision
 from .config import DeviceFacts, EngineConfig, ResolvedConfig
 from .detokenizer import ParentRequest, error_text
 from .device import choose_backend, open_device, single_threaded_torch, within_memory
@@ -34,6 +35,7 @@ from .types import FinishReason, Output, Progress, SamplingParams, unwatched
 from .warm_up import LateWorkCounter, WarmUp
 from .weights import open_checkpoint
 from .weights.lora import read_lora
+from .weights.stated_format import resolve_quantize
 
 log = logging.getLogger(__name__)
 
@@ -51,12 +53,14 @@ class Engine:
     def __init__(self, config: EngineConfig, progress: Progress = unwatched) -> None:
         started = time.perf_counter()
         configuration.check(config)
+        config = replace(config, model=with_revision(str(config.model), config.revision))
         backend = choose_backend(config.backend)
         speculate = resolve(config.speculate, str(config.model), backend, config.always_draft)
         speculation = parse(speculate, config.speculative_config, config.always_draft)
         self.device = open_device(backend)
         self.ops = load(backend, config.threads, config.deterministic, config.activations)
         checkpoint = open_checkpoint(config.model, progress, self.device.torch_device)
+        config = replace(config, quantize=resolve_quantize(config.quantize, checkpoint.path))
         self.tokenizer = Tokenizer.open(checkpoint.tokenizer_source)
         lora = LoraLayers(self.ops, config.max_loras, config.max_lora_rank) if uses_lora(config) else None
         self.model = build(checkpoint, self.ops, config.quantize, config.max_context, progress, lora)

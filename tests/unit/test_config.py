@@ -24,7 +24,7 @@ FACTS = DeviceFacts(
 REFUSED = {
     "backend": ("tpu", "`backend` is `tpu`: expected auto or one of cpu, cuda, reference"),
     "kv_dtype": ("int8", "`kv_dtype` is `int8`"),
-    "quantize": ("int3", "`quantize` is `int3`"),
+    "quantize": ("bitsandbytes", "`quantize` is `bitsandbytes`: expected int8, int4, fp8, which"),
     "activations": ("low", "`activations` is `low`: expected auto or one of high, fast"),
     "max_context": (0, "`max_context` is 0"),
     "max_requests": (0, "`max_requests` is 0"),

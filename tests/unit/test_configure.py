@@ -411,6 +411,23 @@ def test_vllm_keys_of_draft_model_set_its_options() -> None:
     assert "is not an option of the method `ngram`" in refused("none", {"method": "ngram", "parallel_drafting": True})
 
 
+def test_a_vllm_quantization_must_be_the_format_of_the_draft_model(tmp_path: Path) -> None:
+    config = {"method": "draft_model", "model": str(tmp_path)}
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
+    for name in ("awq", "awq_marlin"):
+        assert options({**config, "quantization": name})["quantize"] is None
+    assert "`quantization` is `gptq`, but" in refused("none", {**config, "quantization": "gptq"})
+    assert "is quantized as `awq`: leave it out" in refused("none", {**config, "quantization": "gptq"})
+    assert "`quantization` is `bitsandbytes`" in refused("none", {**config, "quantization": "bitsandbytes"})
+
+
+def test_a_vllm_revision_is_joined_to_the_hub_name() -> None:
+    config = {"method": "draft_model", "model": "org/name", "revision": "v1"}
+    assert options(config)["model"] == "org/name@v1"
+    assert "`revision` needs a model of the hub" in refused("none", {**config, "model": "smollm2-135m"})
+    assert "pass it with a `model` of the hub" in refused("none", {"method": "ngram", "revision": "v1"})
+
+
 @pytest.mark.parametrize("method", ["ngram", "suffix", "eagle3", "medusa"])
 def test_vllm_keys_for_every_drafter(method: str) -> None:
     own = {"method": method} if method in ("ngram", "suffix") else {"method": method, "model": "there"}

@@ -139,6 +139,14 @@ def test_a_sample_that_waits_costs_no_work_in_a_step(llm) -> None:
     assert len(changes) > 10 and max(changes[-5:]) == 3
 
 
+def test_vllms_quantization_and_revision_are_refused_where_they_cannot_hold(tiny_llm) -> None:
+    for name in ("awq", "gptq_marlin", "gguf", "fbgemm_fp8"):
+        with pytest.raises(UserError, match=f"`quantization` is `{name}`, but .* is not quantized: leave it out"):
+            tiny_llm(quantization=name)
+    with pytest.raises(UserError, match="`revision` needs a model of the hub"):
+        tiny_llm(revision="v1")
+
+
 def test_the_times_of_a_request_add_up(tiny_llm) -> None:
     first, second = tiny_llm(max_requests=1).generate([PROMPT, PROMPT[:9]], GREEDY)
     for stats in (first.stats, second.stats):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.catalog.names import HubName, UrlName, choose_file, display_name, parse, quantization
+from outrider.catalog.names import HubName, UrlName, choose_file, display_name, parse, quantization, with_revision
 from outrider.errors import UserError
 from outrider.kernels.quantization import FORMATS
 from outrider.weights.gguf_header import TENSOR_TYPES
@@ -18,10 +18,28 @@ HUB_NAMES = {
     "https://huggingface.co/org/name": HubName("org/name", ""),
     "https://huggingface.co/org/name/resolve/main/a/x.gguf?download=true": HubName("org/name", "a/x.gguf"),
     "https://huggingface.co/org/name/blob/main/x.gguf": HubName("org/name", "x.gguf"),
+    "org/name@v1.2": HubName("org/name@v1.2", ""),
+    "org/name@0123abc:Q4_K_M": HubName("org/name@0123abc", "Q4_K_M"),
     "org/name:x-Q4_0.gguf": HubName("org/name", "x-Q4_0.gguf"),
     "org/name:sub/x.gguf": HubName("org/name", "sub/x.gguf"),
     "org/name-1.5B_v2.0:UD-Q4_K_XL": HubName("org/name-1.5B_v2.0", "UD-Q4_K_XL"),
 }
+
+
+def test_a_revision_is_part_of_a_hub_name() -> None:
+    assert with_revision("org/name", None) == "org/name"
+    assert with_revision("org/name", "v1") == with_revision("hf.co/org/name@v1", "v1") == "org/name@v1"
+    assert with_revision("org/name:Q4_0", "v1") == "org/name@v1:Q4_0"
+    for name, revision, problem in (
+        ("org/name@v2", "v1", "names another one"),
+        ("smollm2-135m", "v1", "needs a model of the hub"),
+        ("/tmp", "v1", "needs a model of the hub"),
+        ("https://host/x.gguf", "v1", "needs a model of the hub"),
+        ("org/name", "../x", "expected a branch"),
+        ("org/name", "", "expected a branch"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            with_revision(name, revision)
 
 
 @pytest.mark.parametrize("name", HUB_NAMES)
@@ -46,6 +64,11 @@ def test_a_hub_name(name: str) -> None:
         "org/name:Q4 0",
         f"org/{'n' * 300}:Q4_0",
         "org/name:..",
+        "org/name@",
+        "org/name@../../x",
+        "org/name@..",
+        "org/name@a@b",
+        "org@a/name",
         "org/name\x00:Q4_0",
         "org/x.gguf",
         "C:/models/x.gguf",

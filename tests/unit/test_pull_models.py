@@ -222,6 +222,41 @@ def test_all_parts_of_a_split_model_are_pulled_listed_and_removed_as_one(server:
     assert catalog.pulled() == [] and list((tmp_path / "cache" / "hub").rglob("*.gguf")) == []
 
 
+OLD = "89abcdef" * 5
+
+
+def test_a_revision_of_a_quantisation_is_a_model_of_its_own(server: ModelServer, tmp_path: Path) -> None:
+    server.revisions["v1"] = OLD
+    server.repositories[f"tiny/Tiny-GGUF@{OLD}"] = {"tiny-Q4_0.gguf": b"GGUF" + b"old" * 1000}
+    path = catalog.pull("tiny/Tiny-GGUF@v1:Q4_0")
+    assert path == tmp_path / "cache" / "hub" / "tiny" / "Tiny-GGUF@v1" / "tiny-Q4_0.gguf"
+    assert path.read_bytes().endswith(b"oldold") and cache.read_record(path)["revision"] == OLD
+    newest = catalog.pull(NAME)
+    assert newest.read_bytes() == content(server, "tiny-Q4_0.gguf")
+    server.requests.clear()
+    assert catalog.find("tiny/Tiny-GGUF@v1:Q4_0") == locate("tiny/Tiny-GGUF@v1:Q4_0") == path
+    assert not server.requests
+    assert {model.name for model in catalog.pulled()} == {NAME, "tiny/Tiny-GGUF@v1:Q4_0"}
+    assert catalog.remove("tiny/Tiny-GGUF@v1:Q4_0") > 3000
+    assert newest.exists() and not path.exists()
+    with pytest.raises(UserError, match="the hub has no model of that name and revision"):
+        catalog.pull("tiny/Tiny-GGUF@v9:Q4_0")
+
+
+def test_a_revision_of_a_folder_is_read_beside_others(server: ModelServer) -> None:
+    server.revisions["v1"] = OLD
+    server.repositories["tiny/Folder"] = folder_files()
+    server.repositories[f"tiny/Folder@{OLD}"] = folder_files() | {"model.safetensors": b"earlier" * 1000}
+    newest, old = catalog.pull("tiny/Folder"), catalog.pull("tiny/Folder@v1")
+    assert old.name == OLD and (old / "model.safetensors").read_bytes() == b"earlier" * 1000
+    assert (newest / "model.safetensors").read_bytes() == b"weights" * 1000
+    for name in ("tiny/Folder@v1", f"tiny/Folder@{OLD}"):
+        assert catalog.find(name) == old
+    assert catalog.pull_hub("tiny/Folder@v1") == old == locate("tiny/Folder@v1", kind="draft head")
+    assert catalog.remove("tiny/Folder@v1") >= 7000
+    assert catalog.find("tiny/Folder@v1") is None and catalog.find("tiny/Folder") == newest
+
+
 def test_a_full_disk_is_an_error_of_the_user(server: ModelServer, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"free": 1})
     monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)

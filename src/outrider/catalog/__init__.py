@@ -3,6 +3,7 @@
 from .cache import cache_folder
 from .entries import CATALOG, CatalogEntry, WheelPart
 from .hub_folder import pull_hub
+from .names import with_revision
 from .pulled import Pulled, pulled, remove
 from .pulling import find, is_missing, is_pulled, known_hash, path, pull
 from .shipped import file_bytes
@@ -23,4 +24,5 @@ __all__ = [
     "pull_hub",
     "pulled",
     "remove",
+    "with_revision",
 ]

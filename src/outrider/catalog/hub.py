@@ -16,6 +16,7 @@ from urllib.parse import quote
 from ..errors import UserError
 from ..types import Progress
 from .download import LostConnectionError, RefusedError, Remote, agent, download, read_all
+from .names import split_revision
 
 API_SECONDS = 10.0  # time for the hub to say what a repository holds
 MAX_API_BYTES = 64 << 20
@@ -35,7 +36,7 @@ class HubFile:
 
 @dataclass(frozen=True)
 class Repository:
-    name: str
+    name: str  # with `@REVISION`, if that was asked for
     revision: str  # commit
     license: str
     files: Mapping[str, HubFile]
@@ -52,7 +53,9 @@ def read_repository(name: str) -> Repository:
 
     if constants.HF_HUB_OFFLINE:
         raise HubUnreachableError(f"cannot fetch `{name}`: the hub's offline mode is on (`HF_HUB_OFFLINE`)")
-    request = urllib.request.Request(f"{constants.ENDPOINT}/api/models/{name}?blobs=true")
+    repository, revision = split_revision(name)
+    where = f"{repository}/revision/{revision}" if revision else repository
+    request = urllib.request.Request(f"{constants.ENDPOINT}/api/models/{where}?blobs=true")
     for key, value in _headers().items():
         request.add_unredirected_header(key, value)
     try:
@@ -83,7 +86,8 @@ def fetch_file(repository: Repository, file: str, path: Path, progress: Progress
     from huggingface_hub import constants
 
     known = repository.files[file]
-    url = f"{constants.ENDPOINT}/{repository.name}/resolve/{quote(repository.revision, safe='')}/{quote(file)}"
+    name, _ = split_revision(repository.name)
+    url = f"{constants.ENDPOINT}/{name}/resolve/{quote(repository.revision, safe='')}/{quote(file)}"
     magic = GGUF_MAGIC if file.endswith(".gguf") else b""
     remote = Remote(url, label or f"{repository.name}:{file}", known.size, known.sha256, magic, _headers())
     try:
@@ -103,8 +107,9 @@ def _refusal(name: str, error: RefusedError) -> UserError:
     if error.status == 403:
         return UserError(f"the hub model `{name}` is gated: accept its terms and log in with `hf auth login`")
     if error.status in (401, 404):
+        what = "name and revision" if split_revision(name)[1] else "name"
         return UserError(
-            f"there is no folder `{name}`, and the hub has no model of that name that you may read: check the "
+            f"there is no folder `{name}`, and the hub has no model of that {what} that you may read: check the "
             "spelling, or log in with `hf auth login` if it is private or gated"
         )
     return error

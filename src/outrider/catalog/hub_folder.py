@@ -12,6 +12,7 @@ from ..types import Progress, unwatched
 from .cache import check_free_space, digest, hub_path, lock
 from .download import part_files
 from .hub import HubUnreachableError, Repository, fetch_file, read_repository
+from .names import MAIN, split_revision
 
 PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer*")  # of files that a model consists of
 NO_FOLDERS = ("*/*",)
@@ -24,18 +25,20 @@ def hub_cache() -> Path:
 
 
 def repository_folder(name: str) -> Path:
-    """Return the folder of a repository in the cache of huggingface_hub."""
-    return hub_cache() / f"models--{name.replace('/', '--')}"
+    """Return the folder of a repository, with all its revisions, in the cache of huggingface_hub."""
+    return hub_cache() / f"models--{split_revision(name)[0].replace('/', '--')}"
 
 
 def find_folder(name: str) -> Path | None:
     """Return the snapshot of a hub model that was downloaded completely; None if there is none."""
-    folder = repository_folder(name)
+    folder, revision = repository_folder(name), split_revision(name)[1]
     try:
-        revision = (folder / "refs" / "main").read_text().strip()
+        commit = (folder / "refs" / (revision or MAIN)).read_text().strip()
     except OSError:
+        commit = revision  # it may be one
+    if not commit:
         return None
-    snapshot = folder / "snapshots" / revision
+    snapshot = folder / "snapshots" / commit
     has_weights = any(file.exists() for file in snapshot.glob("*.safetensors"))
     return snapshot if has_weights and (snapshot / "config.json").is_file() else None
 
@@ -65,6 +68,7 @@ def pull_folder(
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     patterns = [*PATTERNS, *also]
+    base, revision = split_revision(name)
     try:
         if repository is not None:
             if verify:
@@ -73,7 +77,8 @@ def pull_folder(
         with _quiet_bars():
             return Path(
                 snapshot_download(
-                    name,
+                    base,
+                    revision=revision or None,
                     allow_patterns=patterns,
                     ignore_patterns=list(NO_FOLDERS),
                     local_files_only=repository is None,

@@ -1,6 +1,7 @@
 """Names of models: of the catalog, of the hub with or without a quantisation, or URLs of GGUF files.
 
-A hub name is `org/name`, `org/name:Q4_K_M` or `org/name:FILE.gguf`; `hf.co/` may precede it.
+A hub name is `org/name`, `org/name:Q4_K_M` or `org/name:FILE.gguf`; `hf.co/` may precede it. `org/name@REVISION` is a
+branch, a tag or a commit of a repository.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from ..errors import UserError
+from .entries import CATALOG
 
+MAIN = "main"  # the branch that a hub name means without a revision
 PART = r"\w[\w.-]*"  # so `./name`, `../name`, `/name` and `~/name` are paths
 HUB_NAME = re.compile(
-    rf"(?:(?:https://)?(?:hf\.co|huggingface\.co)/)?(?P<repository>{PART}/{PART}?)(?::(?P<tag>{PART}(?:/{PART})*))?",
+    rf"(?:(?:https://)?(?:hf\.co|huggingface\.co)/)?(?P<repository>{PART}/{PART}?(?:@{PART})?)(?::(?P<tag>{PART}(?:/{PART})*))?",
     re.ASCII,
 )
 HUB_URL = re.compile(
@@ -42,7 +45,7 @@ DEFAULTS = ("Q4_K_M", "Q8_0")  # picked in this order if a name states no quanti
 
 @dataclass(frozen=True)
 class HubName:
-    repository: str
+    repository: str  # `org/name` or `org/name@REVISION`
     tag: str  # a quantisation or a file; empty: safetensors, or the default quantisation
 
     @property
@@ -108,6 +111,27 @@ def _parse_url(name: str) -> HubName | UrlName:
     if not usable or not unquote(parts.path).lower().endswith(".gguf") or UrlName(name).file.lower() == "gguf":
         raise UserError(f"`{name}` is not the URL of a GGUF file: it must end in `.gguf`")
     return UrlName(name)
+
+
+def split_revision(repository: str) -> tuple[str, str]:
+    """Split `org/name@REVISION`; the revision is empty if there is none."""
+    name, _, revision = repository.partition("@")
+    return name, revision
+
+
+def with_revision(name: str, revision: str | None) -> str:
+    """Return a hub name that means this branch, tag or commit of its repository."""
+    if revision is None:
+        return name
+    if not re.fullmatch(PART, revision, re.ASCII):
+        raise UserError(f"`revision` is `{revision}`: expected a branch, a tag or a commit, without `/`")
+    parsed = None if name in CATALOG or Path(name).expanduser().exists() else parse(name)
+    if not isinstance(parsed, HubName):
+        raise UserError(f"`revision` needs a model of the hub, `org/name`, and the model is `{name}`: leave it out")
+    repository, stated = split_revision(parsed.repository)
+    if stated not in ("", revision):
+        raise UserError(f"`revision` is `{revision}`, and `{name}` names another one: pass only one of them")
+    return str(HubName(f"{repository}@{revision}", parsed.tag))
 
 
 def is_hub_name(name: str) -> bool:

@@ -15,7 +15,7 @@ from .download import part_files
 from .entries import CATALOG
 from .gguf_type import stated_quantization
 from .hub_folder import find_folder, hub_cache, repository_folder
-from .names import HubName, UrlName, display_name, parse, quantization, split_parts, suggestion
+from .names import HubName, UrlName, display_name, parse, quantization, split_parts, split_revision, suggestion
 from .pulling import find, is_pulled
 from .pulling import path as catalog_path
 from .shipped import methods_for
@@ -188,6 +188,20 @@ def _remove_from_hub_cache(name: str) -> int:
     folder = repository_folder(name)
     if folder.resolve() != hub_cache().resolve() / folder.name:
         raise UserError(f"`{folder}` is a link to `{folder.resolve()}`, outside of the hub's cache: remove it yourself")
+    if split_revision(name)[1]:
+        return _remove_revision(name)
     freed = _bytes_below(folder / "blobs") if (folder / "blobs").is_dir() else _bytes_below(folder)
     shutil.rmtree(folder)
     return freed
+
+
+def _remove_revision(name: str) -> int:
+    """Remove one revision; files that other revisions share stay."""
+    from huggingface_hub import scan_cache_dir
+
+    snapshot = find_folder(name)
+    if snapshot is None:
+        return 0
+    plan = scan_cache_dir(hub_cache()).delete_revisions(snapshot.name)
+    plan.execute()
+    return plan.expected_freed_size

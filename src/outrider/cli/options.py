@@ -35,7 +35,17 @@ METHOD_NAMES = ", ".join(METHODS)
 MODEL_HELP = "Model: a name from the catalog, a hub name such as org/name:Q4_K_M, a folder, a GGUF file, or its URL"
 
 Model = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
-Quantize = Annotated[str | None, typer.Option(help="Quantize float weights while loading: int8, int4 or fp8")]
+Revision = Annotated[
+    str | None, typer.Option(help="Branch, tag or commit of a hub model, as in org/name@REVISION [default: main]")
+]
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        "--quantize",
+        "--quantization",
+        help="Quantize float weights while loading: int8, int4 or fp8; vLLM's names, such as awq, must match the model",
+    ),
+]
 Activations = Annotated[
     str,
     typer.Option(
@@ -151,6 +161,7 @@ DEFAULT_MODEL, DEFAULT_BACKEND = EngineConfig.model, EngineConfig.backend
 class EngineFlags:
     """Flags that set fields of EngineConfig."""
 
+    revision: Revision = EngineConfig.revision
     quantize: Quantize = EngineConfig.quantize
     activations: Activations = EngineConfig.activations
     backend: Backend = EngineConfig.backend
@@ -313,6 +324,7 @@ def open_model(model: str, **config: Any) -> LLM:
     """Load a model with these fields of EngineConfig, after downloading it if needed. A terminal shows the progress."""
     from .. import catalog
 
+    model = catalog.with_revision(model, config.pop("revision", None))
     if catalog.is_missing(model):
         with console.download_bar(model) as progress:
             catalog.pull(model, progress=progress)

@@ -20,11 +20,13 @@ def pull(
     verify: Annotated[
         bool, typer.Option("--verify", help="Check the hash of the file even if it was downloaded before")
     ] = False,
+    revision: options.Revision = None,
     json: options.Json = False,
 ) -> None:
     """Download a model into the cache and check its hash. Files that are already there are not downloaded again."""
     from .. import catalog
 
+    name = catalog.with_revision(name, revision)
     try:
         with console.download_bar(name, quiet=json) as progress:
             path = catalog.pull(name, progress=progress, verify=verify, refresh=True)

@@ -9,7 +9,6 @@ FROM_TEMPLATE = "not needed, the format of tool calls is derived from the chat t
 
 VLLM_FLAGS: Mapping[str, str] = {
     "--dtype": "weights stay as they are stored; `--quantize int8`, `int4` or `fp8` quantizes float weights",
-    "--quantization": "use `--quantize int8`, `int4` or `fp8` for float weights; GGUF weights stay as they are stored",
     "--gpu-memory-utilization": (
         "`outrider serve` has `--cache-tokens`, the size of the KV cache in tokens; in Python, `cache_share` is its "
         "share of the memory that is free after loading"

@@ -7,8 +7,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from ..catalog import with_revision
+from ..config import STORED_FORMATS
 from ..errors import UserError
 from ..weights import locate
+from ..weights.stated_format import resolve_quantize
 from .checkpoints import READERS, find_folder, open_folder, open_head
 from .checkpoints.readers import FC
 from .options import Setting, hint, truth
@@ -47,7 +50,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "moe_backend": (("auto",), "kernels are chosen by `backend` alone, for target and drafter: leave it out"),
     "attention_backend": (("auto",), "kernels are chosen by `backend` alone, for target and drafter: leave it out"),
     "kv_cache_dtype": (("auto",), "a drafter keeps keys and values as the target does: set `kv_dtype` of the engine"),
-    "revision": ((), "fetch that revision and pass its folder as `model`"),
     "code_revision": ((), "no code of a checkpoint is ever run: leave it out"),
     "enable_adaptive_verification": (
         (False,),
@@ -61,7 +63,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "draft_load_config": ((), "a checkpoint's format is seen from its files: leave it out"),
 }
 
-KNOWN = ("method", *CALLED, BY_REQUESTS, *FLAGS, *NO_EFFECT, *REFUSED)
+REVISION = "revision"
+KNOWN = ("method", *CALLED, BY_REQUESTS, REVISION, *FLAGS, *NO_EFFECT, *REFUSED)
 VERIFICATIONS = {"standard": "rejection", "block": "block", "synthetic": "synthetic"}
 
 
@@ -76,6 +79,8 @@ def translate(config: Mapping[str, Any]) -> tuple[str, dict[str, Setting]]:
     for key, (harmless, instead) in REFUSED.items():
         if key in given and given[key] not in harmless:
             raise UserError(f"`{key}` of `speculative_config` is not supported: {instead}")
+    pin_revision(given)
+    drop_stored_format(given)
     method = choose_method(given)
     mirror(given)
     settings = {CALLED[key]: Setting(key, value) for key, value in given.items() if key in CALLED}
@@ -87,6 +92,24 @@ def translate(config: Mapping[str, Any]) -> tuple[str, dict[str, Setting]]:
     if "verify" in settings:
         settings["verify"] = verification(settings["verify"])
     return method, settings
+
+
+def pin_revision(given: dict[str, Any]) -> None:
+    """Join `revision` to the hub name in `model`."""
+    revision, model = given.pop(REVISION, None), given.get("model")
+    if revision is not None:
+        if not isinstance(revision, str) or not isinstance(model, str):
+            raise UserError(f"`revision` of `speculative_config` is `{revision}`: pass it with a `model` of the hub")
+        given["model"] = with_revision(model, revision)
+
+
+def drop_stored_format(given: dict[str, Any]) -> None:
+    """Drop a `quantization` that names the format of the draft checkpoint, after checking it."""
+    name, model = given.get("quantization"), given.get("model")
+    if name in STORED_FORMATS and isinstance(model, str):
+        del given["quantization"]
+        if (quantize := resolve_quantize(name, locate(model))) is not None:
+            given["quantization"] = quantize
 
 
 def choose_method(given: dict[str, Any]) -> str:
