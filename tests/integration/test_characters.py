@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
@@ -54,6 +55,22 @@ def test_the_servers_trace_has_whole_characters(byte_client: TestClient) -> None
     parts = [step for step in steps if "" in step["text"]]
     assert parts and all(len(step["bytes"]) == len(step["tokens"]) for step in parts)
     assert all(len(step["drafted_bytes"]) == len(step["drafted"]) for step in parts)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_name_the_bytes_of_incomplete_characters(byte_client: TestClient, stream: bool) -> None:
+    body = {"prompt": "ab", "max_tokens": 64, "logprobs": 3, "structured_outputs": {"choice": ["a" + WAVES + "b"]}}
+    answer = byte_client.post("/v1/completions", json={**body, "stream": stream}).text
+    lines = [line[6:] for line in answer.split("\n") if line.startswith("data: {")] if stream else [answer]
+    found: dict[str, list[Any]] = {"tokens": [], "text_offset": [], "top_logprobs": []}
+    for choice in (choice for line in lines for choice in json.loads(line)["choices"]):
+        for name, values in found.items():
+            values += (choice["logprobs"] or {name: []})[name]
+    tokens = found["tokens"][:34]
+    assert tokens == ["a", *[f"bytes:\\x{byte:02x}" for byte in WAVES.encode()], "b"]
+    assert found["text_offset"][:34] == [0, *[1 + at // 4 for at in range(32)], 9]
+    assert all(token in top for token, top in zip(tokens, found["top_logprobs"], strict=False))
+    assert "\ufffd" not in answer
 
 
 def test_a_stream_describes_characters_across_its_events(byte_client: TestClient) -> None:

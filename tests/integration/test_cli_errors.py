@@ -110,6 +110,7 @@ def test_pulling_an_unknown_name_is_an_error(outrider) -> None:
     ("line", "fragment"),
     [
         ('{"prompt": ', "line 2 starts like a JSON object but is not one"),
+        ('{"prompt": "a", "prediction": "\\ud800"}', "line 2 has a `prediction` with a lone surrogate"),
         ('{"text": "hello"}', "line 2 needs either `prompt`"),
         ('{"prompt": 7}', "line 2 needs either `prompt`"),
         ('{"prompt": "a", "messages": []}', "line 2 needs either `prompt`"),
@@ -121,6 +122,12 @@ def test_a_malformed_line_is_named(outrider, model, tmp_path, line: str, fragmen
     file = tmp_path / "prompts"
     file.write_text(f"fine\n{line}\n")
     refused(outrider("generate", "-m", model, "--file", file), fragment)
+
+
+def test_a_line_that_is_no_text_is_named(outrider, model, tmp_path) -> None:
+    file = tmp_path / "prompts"
+    file.write_bytes(b"fine\r\nfine\ngr\xfc\xdfe\n")
+    refused(outrider("generate", "-m", model, "--file", file), f"cannot read `{file}`: line 3 is not UTF-8 text")
 
 
 @pytest.mark.parametrize(

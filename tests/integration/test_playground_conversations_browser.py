@@ -184,6 +184,29 @@ def test_damaged_and_forbidden_storage_do_not_break_the_page(server: ScriptedSer
     expect(page.locator("#status")).to_contain_text("This browser stores no conversations")
 
 
+def test_settings_survive_a_reload(server: ScriptedServer, visit: Opener) -> None:
+    page = ready(visit(server.app))
+    page.select_option("#method", "none")
+    page.fill("#temperature", "0.25")
+    page.dispatch_event("#temperature", "change")
+    page.fill("#seed", "7")
+    page.fill("#system", "Be brief.")
+    page.check("#tokens-while-streaming")
+    page.reload()
+    ready(page)
+    expect(page.locator("#method")).to_have_value("none")
+    expect(page.locator("#temperature-value")).to_have_text("0.25")
+    expect(page.locator("#tokens-while-streaming")).to_be_checked()
+    ask(page, "Hello")
+    answered(page)
+    sent = server.requests[-1]
+    assert (sent["speculate"], sent["temperature"], sent["seed"]) == (False, 0.25, 7)
+    assert sent["messages"][0] == {"role": "system", "content": "Be brief."}
+    page.evaluate("localStorage.setItem('settings', '[1')")
+    page.reload()
+    expect(ready(page).locator("#temperature-value")).to_have_text("0.70")
+
+
 def test_examples_fill_in_the_prompt_and_its_settings(server: ScriptedServer, visit: Opener) -> None:
     page = ready(visit(server.app))
     page.get_by_role("button", name="Edit with a prediction").click()

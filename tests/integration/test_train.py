@@ -204,6 +204,7 @@ MISTAKES: dict[str, tuple[tuple[object, ...], str]] = {
     "answers": (("mtp", "--answers", "nowhere"), "`nowhere` holds no answers"),
     "model": (("mtp", "-m", "no-such-model"), "no-such-model"),
     "both": (("mtp", "--answers", "a", "--answers-only"), "pass one of them"),
+    "answers and prompts": (("mtp", "--answers", "a", "--prompts", "p.txt"), "for which no `prompts` are read"),
 }
 
 
@@ -212,7 +213,8 @@ def test_invalid_commands_are_refused(
     outrider: Callable[..., Any], model: Path, prompts: Path, tmp_path: Path, name: str
 ) -> None:
     given, fragment = MISTAKES[name]
-    common = ("-m", model, "--prompts", prompts, "--out", tmp_path / "out", *FLAGS)
+    asked = () if "--answers" in given else ("--prompts", prompts)
+    common = ("-m", model, *asked, "--out", tmp_path / "out", *FLAGS)
     refused(outrider("train", *common, *given), fragment)
     assert not (tmp_path / "out" / "answers").exists()
 

@@ -160,11 +160,13 @@ def digits(value: float) -> str:
 
 def read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        content = path.read_bytes()
+        return content.decode().replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
         raise UserError(f"cannot read `{path}`: {os_reason(error)}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"cannot read `{path}`: it is not UTF-8 text") from error
+        line = content[: error.start].count(b"\n") + 1
+        raise UserError(f"cannot read `{path}`: line {line} is not UTF-8 text") from error
 
 
 def write(path: Path, content: str | bytes, done: str) -> None:

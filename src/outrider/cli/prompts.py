@@ -155,6 +155,8 @@ def read_line(line: str, location: str) -> Prompt:
     prediction = value.get("prediction")
     if prediction is not None and not isinstance(prediction, str):
         raise UserError(f"{location} has a `prediction` that is not text: write the expected output as a string")
+    if prediction is not None and any("\ud800" <= character <= "\udfff" for character in prediction):
+        raise UserError(f"{location} has a `prediction` with a lone surrogate: write valid Unicode")
     if isinstance(value.get("prompt"), str) and "messages" not in value:
         return Prompt(text=value["prompt"], prediction=prediction, location=location)
     if isinstance(value.get("messages"), list) and "prompt" not in value:

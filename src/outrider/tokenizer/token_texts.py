@@ -10,6 +10,7 @@ from ..types import Draft
 from .tokenizer import Tokenizer
 
 TOKEN_CACHE = 65536  # cached token texts, a few megabytes
+REPLACEMENT = "\ufffd"  # stands for bytes that are no character
 LONGEST = 4  # bytes of a character in UTF-8, so at most as many tokens
 _new_decoder = codecs.getincrementaldecoder("utf-8")
 
@@ -24,6 +25,17 @@ class TokenTexts:
     def spelling(self, token: int) -> bytes:
         spellings = self._spellings()
         return spellings[token] if token < len(spellings) else b""  # a model may have more rows than tokens
+
+    def name(self, token: int) -> str:
+        """Return the text of a token; if its bytes are no text, OpenAI's name for them, as in `bytes:\\xe2\\x82`."""
+        text = self.text(token)
+        if REPLACEMENT not in text:
+            return text
+        spelling = self.spelling(token)
+        try:
+            return spelling.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling)
 
     def of(self, tokens: Sequence[int], before: Sequence[int] = (), final: bool = False) -> list[str]:
         """Return the characters that each token completes, after the tokens `before`; often none for a part of one.

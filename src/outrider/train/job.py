@@ -66,6 +66,8 @@ class Job:
                 raise UserError(f"`{name}` is {value}: it must be above 0")
         if self.answers is not None and self.answers_only:
             raise UserError("`answers` names existing answers and `answers_only` asks for new ones: pass one of them")
+        if self.answers is not None and self.prompts:
+            raise UserError("`answers` names existing answers, for which no `prompts` are read: pass one of them")
         if self.answers is None and not self.prompts and not self.self_prompts:
             raise UserError("there are no prompts: pass files with `--prompts`, or answers with `--answers`")
         if not self.methods and not self.answers_only:

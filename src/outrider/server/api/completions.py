@@ -146,21 +146,24 @@ class CompletionResponseBuilder(ResponseBuilder):
         logprobs = CompletionLogprobs([], [], [], [])
         if self.request.echo and not sent.begun:
             output = self.latest[prompt]
-            first = self.texts.text(output.prompt_token_ids[0])
-            logprobs.add(first, None, None, sent.characters)
-            sent.characters += len(first)
+            first = output.prompt_token_ids[:1]
+            logprobs.add(self.texts.name(first[0]), None, None, sent.characters)
+            sent.characters += len(self.texts.of(first)[0])
             entries = [entry for entry in output.prompt_logprobs or () if entry is not None]
-            sent.characters = self._add_all(logprobs, entries, sent.characters)
-        sent.characters = self._add_all(logprobs, completion.logprobs[sent.tokens :], sent.characters)
+            sent.characters = self._add_all(logprobs, entries, first, sent.characters)
+        before = completion.token_ids[: sent.tokens]
+        sent.characters = self._add_all(logprobs, completion.logprobs[sent.tokens :], before, sent.characters)
         return logprobs
 
-    def _add_all(self, logprobs: CompletionLogprobs, entries: Sequence[TokenLogprobs], offset: int) -> int:
-        """Add the entries, and return the offset in the text after them."""
-        for entry in entries:
+    def _add_all(
+        self, logprobs: CompletionLogprobs, entries: Sequence[TokenLogprobs], before: Sequence[int], offset: int
+    ) -> int:
+        """Add the entries of tokens that follow those `before`, and return the offset in the text after them."""
+        texts = self.texts.of([entry.token for entry in entries], before)
+        for entry, text in zip(entries, texts, strict=True):
             top: dict[str, float] = {}
             for token, logprob in with_sampled(entry):
-                top.setdefault(self.texts.text(token), finite(logprob))  # equal texts: the most probable token counts
-            text = self.texts.text(entry.token)
-            logprobs.add(text, finite(entry.logprob), top, offset)
+                top.setdefault(self.texts.name(token), finite(logprob))  # equal texts: the most probable token counts
+            logprobs.add(self.texts.name(entry.token), finite(entry.logprob), top, offset)
             offset += len(text)
         return offset

@@ -7,12 +7,29 @@ const byId = (id) => document.getElementById(id);
 const KEY = "api-key";
 // Settings of an example, which the next example replaces, and the names under which they are shown above the prompt.
 const OPTIONAL = { prediction: "", format: "text", schema: "" };
+// Settings that a reload keeps.
+const STORED = "settings";
+const REMEMBERED = [
+  "method",
+  "width",
+  "temperature",
+  "top-p",
+  "top-k",
+  "seed",
+  "max-tokens",
+  "system",
+  "always-draft",
+  "tokens-while-streaming",
+];
 
 export class Settings {
   /** `panels` opens the panel of the settings if a field needs attention. */
   constructor(panels) {
     this.panels = panels;
     this.info = null;
+    this.remembered = remembered();
+    this.#restore();
+    byId("controls").addEventListener("change", () => this.#remember());
     byId("temperature").addEventListener("input", () => this.#showTemperature());
     byId("method").addEventListener("change", () => this.#showMethod());
     byId("theme").addEventListener("click", switchTheme);
@@ -38,7 +55,8 @@ export class Settings {
     byId("max-tokens").max = most;
     // The value that the page begins with leaves space for a prompt.
     if (Number(byId("max-tokens").value) > most) byId("max-tokens").value = Math.max(Math.floor(most / 2), 1);
-    const chosen = byId("method").value || info.method;
+    const names = [...info.methods.map((method) => method.name), "none"];
+    const chosen = byId("method").value || names.find((name) => name === this.remembered.method) || info.method;
     const choices = info.methods.map((method) =>
       make("option", { value: method.name }, method.name + (method.name === info.method ? " (default)" : "")),
     );
@@ -133,6 +151,20 @@ export class Settings {
     return (this.info?.verification ?? "exact") === "exact";
   }
 
+  /** Fill in the settings of the last visit; the methods are not known yet. */
+  #restore() {
+    for (const id of REMEMBERED) {
+      const value = this.remembered[id];
+      if (byId(id).type === "checkbox") byId(id).checked = value === true;
+      else if (id !== "method" && typeof value === "string") byId(id).value = value;
+    }
+  }
+
+  #remember() {
+    const values = REMEMBERED.map((id) => [id, byId(id).type === "checkbox" ? byId(id).checked : byId(id).value]);
+    keep(local, STORED, JSON.stringify(Object.fromEntries(values)));
+  }
+
   #responseFormat() {
     const format = byId("format").value;
     if (format === "text") return undefined;
@@ -177,6 +209,15 @@ export class Settings {
     byId("width").max = method?.width ?? 64;
     byId("width").placeholder = method ? `≤ ${method.width}` : "–";
     this.onMethod?.();
+  }
+}
+
+/** The settings that the browser stores; none if they are damaged. */
+function remembered() {
+  try {
+    return JSON.parse(recall(local, STORED)) ?? {};
+  } catch {
+    return {};
   }
 }
 
