@@ -254,7 +254,10 @@ class Runner:
 
     def warm_up(self, method: str, decode_steps: int) -> None:
         """Measure the latency of steps with drafts of this method, and of drafting."""
-        most = min(self.spec_manager.methods[method].needs.width, self.pages.count * self.page_size - 2)
+        positions = min(self.pages.count * self.page_size, self.multi_step.context)
+        most = min(self.spec_manager.methods[method].needs.width, positions - 2)
+        if most < 1:
+            return  # no draft fits into the context
         request = Request("warm-up", [0], SamplingParams(temperature=0), 0, max_length=most + 4)
         request.pages = list(range(-(-(most + 2) // self.page_size)))
         self.step(Step([Row(request, 0, [0, 0], sample=True)]))  # compiles kernels; prompts are not measured
