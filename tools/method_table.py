@@ -100,7 +100,10 @@ def vllm_keys() -> list[str]:
         "| `method` | the method; `ngram_gpu` is `ngram`, `deepseek_mtp` and its kin are `mtp`, `eagle3` with "
         "`parallel_drafting` is `peagle`, `custom_class` takes `model` |",
     ]
-    lines += [f"| `{key}` | `{ours}` |" for key, ours in keys.CALLED.items() if ours != "verify"]
+    notes = {"quantization": "; `awq`, `gptq` and other stored formats must be those of the checkpoint"}
+    called = {key: f"`{ours}`{notes.get(key, '')}" for key, ours in keys.CALLED.items() if ours != "verify"}
+    called[keys.REVISION] = "part of `model`: `org/name@REVISION`"
+    lines += [f"| `{key}` | {meaning} |" for key, meaning in called.items()]
     modes = ", ".join(f"`{theirs}` is `{ours}`" for theirs, ours in keys.VERIFICATIONS.items())
     lines.append(f"| `rejection_sample_method` | `verify`: {modes}; left out, `exact` |")
     lines.append(
