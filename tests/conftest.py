@@ -13,7 +13,6 @@ import torch
 import tiny
 from backends import backends, settings
 from outrider import LLM
-from outrider.device.cuda import Cuda
 
 pytest.register_assert_rewrite("laws.mix")  # so that what differs is shown
 
@@ -60,6 +59,10 @@ def covering(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 @pytest.fixture(scope="session", autouse=True)
 def no_warm_up() -> None:
     """Capture and compile at first use: a test needs few of the shapes. tests/laws/test_warm_up.py tests the rest."""
+    from outrider.device.cuda import (
+        Cuda,
+    )  # not above: tests/kernels/cuda sets the interpreter before Triton is imported
+
     Cuda.defaults = replace(Cuda.defaults, warms_up=False)
 
 

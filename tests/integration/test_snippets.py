@@ -31,7 +31,14 @@ REASONS = {
     "it needs Ray": 1,
     "it asks the hub": 1,
     "it takes an hour": 1,
+    "it needs a GPU and vLLM": 1,
+    "it needs an adapter": 3,
+    "it needs the model": 1,
     "an excerpt of examples/own_method.py": 5,
+    "an excerpt of src/outrider/models/config.py": 1,
+    "an excerpt of src/outrider/weights/gguf.py": 1,
+    "an excerpt of tests/tiny.py": 1,
+    "an excerpt of tests/tiny_gguf.py": 1,
 }
 EXCERPT = "an excerpt of examples/own_method.py"
 TRAINING = "--max-new 24 --rows 1 --length 128 --steps 1"

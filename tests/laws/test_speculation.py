@@ -156,5 +156,5 @@ def test_samples_that_alternate_beside_another_request_keep_their_texts(tiny_llm
     together = llm.generate([PROMPT, PROMPT], [many, one])
     for before, after in zip(alone, together, strict=True):
         assert [each.token_ids for each in before.completions] == [each.token_ids for each in after.completions]
-    assert 5 in rows  # four samples at a time beside the other request
+    assert 4 in rows  # three samples at a time beside the other request
     llm.engine.scheduler.check()

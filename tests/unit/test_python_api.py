@@ -37,7 +37,7 @@ def test_keywords_are_typed_so_that_editors_and_mypy_know_them() -> None:
 
 def test_unknown_keywords_are_refused_with_the_nearest_name() -> None:
     assert refusal(lambda: LLM("x", speculat="ngram")) == "no option called `speculat`: did you mean `speculate`?"  # type: ignore[call-arg]
-    assert "expected one of activations, always_draft, backend" in refusal(lambda: make_config("x", {"colour": "red"}))
+    assert "expected one of activations, always_draft, backend" in refusal(lambda: make_config("x", {"zzz": "red"}))
 
 
 def test_vllms_names_of_options() -> None:

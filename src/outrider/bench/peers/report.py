@@ -9,8 +9,6 @@ from html import escape
 from statistics import fmean, median
 from typing import Any
 
-import torch
-
 from ...diagnostics.machine import host_facts
 from ...weights.random import is_random
 from ..charts import COLORS, LETTER, MARGIN, WIDTH, counted, drawing, text
@@ -42,7 +40,10 @@ def machine(config: PeersConfig) -> dict[str, Any]:
     """Describe what computed: the processor, or the GPU."""
     if config.backend == "cpu":
         return host_facts() | {"threads": config.threads}
-    return host_facts() | {"processor": torch.cuda.get_device_name(), "threads": config.threads, "level": "cuda"}
+    from ...device import cuda  # imports Triton
+
+    gpu = cuda.describe() or {"name": "no GPU"}
+    return host_facts() | {"processor": gpu["name"], "threads": config.threads, "level": "cuda"}
 
 
 def engine(entrant: PeerRun, ours: PeerRun, config: PeersConfig, sets: Sequence[str]) -> dict[str, Any]:

@@ -319,6 +319,12 @@ def refuse_unsupported_modules(folder: Folder) -> None:
                     f"the modules of `{folder.path}` have {called}, which is not supported (`{name}`): "
                     "speculate without them, by `ngram` or `suffix`"
                 )
+    part = folder.config.get("partial_rotary_factor") or 1.0
+    if part != 1.0:
+        raise UserError(
+            f"the modules of `{folder.path}` rotate a part of each head (`partial_rotary_factor` is {part}), which is not "
+            "supported: use another drafter"
+        )
     if folder.config.get("attn_output_gate"):
         raise UserError(
             f"the modules of `{folder.path}` gate their attention (`attn_output_gate`), which is not supported: "
