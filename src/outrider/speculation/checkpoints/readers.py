@@ -322,8 +322,8 @@ def refuse_unsupported_modules(folder: Folder) -> None:
     part = folder.config.get("partial_rotary_factor") or 1.0
     if part != 1.0:
         raise UserError(
-            f"the modules of `{folder.path}` rotate a part of each head (`partial_rotary_factor` is {part}), which is not "
-            "supported: use another drafter"
+            f"the modules of `{folder.path}` rotate a part of each head (`partial_rotary_factor` is {part}), "
+            "which is not supported: speculate without them, by `ngram` or `suffix`"
         )
     if folder.config.get("attn_output_gate"):
         raise UserError(
