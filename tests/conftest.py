@@ -10,6 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    with pytest.MonkeyPatch.context() as patch:
+        # Interpret Triton's own functions too: they are compiled if transformers imports Triton first.
+        patch.setenv("TRITON_INTERPRET", "1")
+        import triton.language  # noqa: F401
+
 import tiny
 from backends import backends, settings
 from outrider import LLM
