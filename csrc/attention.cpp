@@ -198,12 +198,23 @@ OUTRIDER_ONE_COPY void fold(const View& view, int count, float* whole, float* ch
   }
 }
 
+// Add a key with this score and the value 0 to the state of one query.
+void add_sink(const View& view, float score, float* whole) {
+  State state(whole, view.width);
+  const float largest = std::max(state.largest, score), before = exp_one(state.largest - largest);
+  for (int at = 0; at < view.width; at += 16) store(state.sums + at, load(state.sums + at) * splat(before));
+  state.total = state.total * before + exp_one(score - largest);
+  state.largest = largest;
+}
+
 void finish(const View& view, const Task& task, float* whole) {
   const int width = view.layer.head_dim;
   for (int token = task.first; token < task.last; ++token)
     for (int member = 0; member < view.group; ++member, whole += view.stride) {
+      const int of_token = task.head * view.group + member;
+      if (view.layer.sinks) add_sink(view, view.layer.sinks[of_token], whole);
       const State state(whole, view.width);
-      const size_t head = size_t(token) * view.layer.heads + size_t(task.head) * view.group + member;
+      const size_t head = size_t(token) * view.layer.heads + of_token;
       const f32x16 total = splat(state.total > 0 ? state.total : 1.0f);  // an empty range gives zeros
       for (int i = 0; i < width; i += 16)
         store_some(view.out + head * width + i, load(state.sums + i) / total, width - i);

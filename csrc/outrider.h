@@ -81,6 +81,7 @@ struct Attention {
   float scale, soft_cap, eps;  // scores s become soft_cap * tanh(s / soft_cap); 0: no cap
   const float *norm, *post_norm, *query_norm, *key_norm;  // null when absent; the caller keeps them alive
   const float *query_bias, *key_bias, *value_bias, *output_bias;
+  const float* sinks;  // [H], null: none; the score of one more key of each head, whose value is 0
   const float *cos, *sin;  // [rope_positions][D / 2], null: no rotary
   int rope_positions;
   std::shared_ptr<const LoraSlots> query_lora{}, key_lora{}, value_lora{}, output_lora{};  // null: adapters are off
@@ -88,7 +89,7 @@ struct Attention {
 
 struct Mlp {
   std::shared_ptr<Matrix> gate, up, down;
-  int activation;  // 0 silu, 1 gelu_tanh
+  int activation;  // 0 silu, 1 gelu_tanh, 2 swiglu_oai
   float eps;
   const float *norm, *post_norm, *gate_bias, *up_bias, *down_bias;
   std::shared_ptr<const LoraSlots> gate_lora{}, up_lora{}, down_lora{};  // null: adapters are off

@@ -106,7 +106,7 @@ void store_token(const Attention& layer, const Pages& pages, int slot, int posit
 }
 
 template <class Activation>
-void activate(const Mlp& layer, const Activation& activation, float* gate, const float* up, int tokens, int first,
+void activate(const Mlp& layer, const Activation& gated, float* gate, const float* up, int tokens, int first,
               int last) {
   const int width = layer.gate->rows;
   for (int token = 0; token < tokens; ++token)
@@ -116,7 +116,7 @@ void activate(const Mlp& layer, const Activation& activation, float* gate, const
       f32x16 g = load_some(at, count), u = load_some(up + size_t(token) * width + i, count);
       if (layer.gate_bias) g = g + load_some(layer.gate_bias + i, count);
       if (layer.up_bias) u = u + load_some(layer.up_bias + i, count);
-      store_some(at, activation(g) * u, count);
+      store_some(at, gated(g, u), count);
     }
 }
 
@@ -160,8 +160,10 @@ void add_row(float* x, const float* y, const float* bias, int width) {
 }
 
 void activate_columns(const Mlp& layer, float* gate, const float* up, int tokens, int first, int last) {
-  if (layer.activation == 0) activate(layer, [](const f32x16& x) { return silu(x); }, gate, up, tokens, first, last);
-  else activate(layer, [](const f32x16& x) { return gelu_tanh(x); }, gate, up, tokens, first, last);
+  const auto run = [&](const auto& gated) { activate(layer, gated, gate, up, tokens, first, last); };
+  if (layer.activation == 0) run([](const f32x16& g, const f32x16& u) { return silu(g) * u; });
+  else if (layer.activation == 1) run([](const f32x16& g, const f32x16& u) { return gelu_tanh(g) * u; });
+  else run([](const f32x16& g, const f32x16& u) { return swiglu_oai(g, u); });
 }
 
 void rms_norm(const float* x, const float* weight, float eps, int tokens, int width, float* out) {

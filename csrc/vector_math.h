@@ -128,4 +128,10 @@ OUTRIDER_INLINE f32x16 gelu_tanh(const f32x16& x) {
   return x / (splat(1.0f) + exp(cubic * splat(-1.5957691216f)));
 }
 
+// The activation of gpt-oss.
+OUTRIDER_INLINE f32x16 swiglu_oai(const f32x16& gate, const f32x16& up) {
+  const f32x16 limit = splat(7.0f), g = min(gate, limit);
+  return g / (splat(1.0f) + exp(g * splat(-1.702f))) * (max(min(up, limit), splat(-7.0f)) + splat(1.0f));
+}
+
 }  // namespace outrider::LEVEL

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-Activation = Literal["silu", "gelu_tanh"]
+# swiglu_oai, of gpt-oss: gate * sigmoid(1.702 * gate) * (up + 1), of a gate up to 7 and an up between -7 and 7.
+Activation = Literal["silu", "gelu_tanh", "swiglu_oai"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class AttentionWeights:
     key_bias: Tensor | None = None  # [G * D] f32
     value_bias: Tensor | None = None  # [G * D] f32
     output_bias: Tensor | None = None  # [E] f32
+    sinks: Tensor | None = None  # [H] f32: the score of one more key of each head, whose value is 0
     cos: Tensor | None = None  # [positions, D / 2] f32; None: no rotary embedding in this layer
     sin: Tensor | None = None
     lora: AttentionLora | None = None  # None: adapters are off

@@ -24,6 +24,7 @@ HEADS = Heads(4, 2, 16, 0.25, window=0, skip=0, causal=True, anchored=False, bat
 ONE = replace(HEADS, count=3, kv=1)  # five tokens in a tile
 MIXED = ((0, 1), (61, 6), (257, 2), (5, 1))
 TREES = ((0, BUSH), (5, CHAIN), (60, ROOTS), (250, DEEP), (33, (-1,)))
+SINKS = torch.tensor([-3.0, 0.5, 2.0, 9.0], device=DEVICE)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}  # halves are multiplied as halves
 
 
@@ -53,7 +54,9 @@ def meant(queries: Tensor, heads: Heads, batch: Batch, pages: LayerPages) -> Ten
         query = queries[token].reshape(heads.kv, -1, heads.size)  # [G, H / G, D]
         scores = query @ keys.transpose(1, 2) * heads.scale
         scores = heads.soft_cap * torch.tanh(scores / heads.soft_cap) if heads.soft_cap else scores
-        out[token] = (torch.softmax(scores, -1) @ values).flatten()
+        if heads.sinks is not None:
+            scores = torch.cat([scores, heads.sinks.cpu().view(heads.kv, -1, 1)], -1)
+        out[token] = (torch.softmax(scores, -1)[..., : len(slots)] @ values).flatten()
     return out
 
 
@@ -72,6 +75,8 @@ SEEN = {
     "window": replace(HEADS, window=20),
     "window 1": replace(HEADS, window=1),
     "soft cap": replace(HEADS, soft_cap=1.5),
+    "sinks": replace(HEADS, sinks=SINKS),
+    "sinks, window 1": replace(HEADS, window=1, sinks=SINKS),
     "hidden": replace(HEADS, skip=240, window=400),
     "anchored": replace(HEADS, window=5, anchored=True),
     "blocks": replace(HEADS, causal=False),
@@ -103,7 +108,14 @@ def test_16_bit_pages_and_wide_tiles(dtype: torch.dtype, rows: Sequence[tuple[in
 
 
 @pytest.mark.parametrize(
-    "heads", [HEADS, replace(HEADS, window=20, skip=3), replace(HEADS, count=6, kv=1, soft_cap=1.5)], ids=str
+    "heads",
+    [
+        HEADS,
+        replace(HEADS, window=20, skip=3),
+        replace(HEADS, count=6, kv=1, soft_cap=1.5),
+        replace(HEADS, sinks=SINKS),
+    ],
+    ids=["plain", "window", "soft cap", "sinks"],
 )
 def test_trees_are_those_of_the_reference(heads: Heads) -> None:
     batch = inputs.random_trees(inputs.generator(1), TREES)

@@ -51,6 +51,8 @@ CASES = [
     *[layers.linear("f32", 3, 33, 100), layers.linear("f16", 2, 16, 31), layers.linear("bf16", 2, 7, 65)],
     layers.linear("q8_0", 5, 1, 32),
     layers.mlp("f32", "gelu_tanh", ["norm", "post_norm"]),
+    layers.mlp("f32", "swiglu_oai", list(BIASES)),
+    layers.mlp("bf16", "swiglu_oai", [], tokens=70),
     layers.mlp("f16", "silu", []),
     layers.mlp("q4_0", "silu", ["norm", *BIASES, "post_norm"], tokens=17, shape=Shape(width=96, inner=160)),
 ]

@@ -20,6 +20,7 @@ CASES = [
     layers.moe("f32", ["norm", "normalized"], tokens=17, shape=SMALL),
     layers.moe("bf16", EVERYTHING, activation="gelu_tanh", shape=SMALL),
     layers.moe("q4_0", EVERYTHING, tokens=3, shape=SMALL),
+    layers.moe("mxfp4", EVERYTHING[2:6], tokens=3, activation="swiglu_oai", shape=SMALL),
     layers.moe("q6_k", tokens=2, experts=4, top_k=2),
     layers.moe("q8_0", ["norm", "shared"], tokens=20, experts=5, top_k=5, shape=SMALL),
 ]

@@ -23,6 +23,7 @@ Rows = Sequence[tuple[int, int]]
 
 HEADS = Heads(4, 2, 16, 0.25, window=0, skip=0, causal=True, anchored=False, batch_invariant=True)
 ONE = replace(HEADS, count=3, kv=1)  # five tokens in a tile
+SINKS = torch.tensor([-3.0, 0.5, 2.0, 9.0], device=DEVICE)
 DECODING = ((0, 1), (15, 1), (16, 1), (256, 1))
 CHAINS = ((0, 5), (126, 5), (254, 5))
 MIXED = ((0, 1), (61, 12), (257, 2))
@@ -38,6 +39,8 @@ CASES: dict[str, tuple[Heads, torch.dtype, Rows]] = {
     "chains, twenty heads": (replace(HEADS, count=20, kv=1), torch.float16, CHAINS[1:2]),
     "mixed": (replace(ONE, batch_invariant=False), torch.float16, MIXED),
     "soft cap": (replace(ONE, soft_cap=1.5), torch.float16, MIXED),
+    "sinks": (replace(HEADS, sinks=SINKS), torch.float16, MIXED),
+    "long, sinks": (replace(HEADS, sinks=SINKS), torch.float16, LONG),
     "window": (replace(ONE, window=20), torch.float16, MIXED),
     "window within the step": (replace(ONE, window=3), torch.float32, MIXED),
     "hidden": (replace(HEADS, skip=8), torch.float16, MIXED),

@@ -55,11 +55,12 @@ def attend_trees(
     window: int = 0,
     skip: int = 0,
     soft_cap: float = 0.0,
+    options: Sequence[str] = (),
     timed: bool = False,
 ) -> Case:
     def build(ops: Kernels, seed: int) -> Run:
         random = make.generator(seed)
-        weights = make.attention_weights(random, kind, shape, (), window, skip=skip, soft_cap=soft_cap)
+        weights = make.attention_weights(random, kind, shape, options, window, skip=skip, soft_cap=soft_cap)
         layer = ops.attention_layer(weights)
         batch = make.random_trees(random, rows)
         pages = make.random_pages(random, batch, shape, dtype)
@@ -169,6 +170,8 @@ def _tree_cases() -> list[Case]:
         attend_trees("trees, f16 pages", dtype=half),
         attend_trees("trees, bf16 pages", dtype=brain),
         attend_trees("trees, soft cap", soft_cap=2.0),
+        attend_trees("trees, sinks", options=["sinks"]),
+        attend_trees("trees, long, sinks", rows=LONG_TREES, dtype=half, options=["sinks"], window=100),
         attend_trees("trees, long, soft cap", rows=LONG_TREES, dtype=half, soft_cap=2.0),
         attend_trees("trees, window 3", window=3),
         attend_trees("trees, window 20", window=20, dtype=half),

@@ -14,6 +14,7 @@ from torch import Generator, Tensor
 from ..protocol import Kernels
 from ..quantization import FORMATS, dequantize, row_bytes
 from ..structures import (
+    Activation,
     AttentionLora,
     AttentionWeights,
     Batch,
@@ -149,6 +150,7 @@ def attention_weights(
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     sizes = {"norm": shape.input_width, "post_norm": shape.width, "output_bias": shape.width, "query_bias": query}
     sizes |= {"key_bias": key, "value_bias": key, "query_norm": shape.head_dim, "key_norm": shape.head_dim}
+    sizes["sinks"] = shape.heads
     if "whole_norms" in options:
         sizes |= {"query_norm": query, "key_norm": key}
     angles = 6.3 * torch.rand(positions, shape.head_dim // 2, generator=random)
@@ -174,14 +176,16 @@ def attention_weights(
     )
 
 
-def mlp_weights(random: Generator, kind: str, shape: Shape, activation: str, options: Sequence[str] = ()) -> MlpWeights:
+def mlp_weights(
+    random: Generator, kind: str, shape: Shape, activation: Activation, options: Sequence[str] = ()
+) -> MlpWeights:
     sizes = {"norm": shape.width, "post_norm": shape.width, "down_bias": shape.width}
     sizes |= {"gate_bias": shape.inner, "up_bias": shape.inner}
     return MlpWeights(
         gate=random_weight(random, kind, shape.inner, shape.width),
         up=random_weight(random, kind, shape.inner, shape.width),
         down=random_weight(random, kind, shape.width, shape.inner),
-        activation="silu" if activation == "silu" else "gelu_tanh",
+        activation=activation,
         eps=1e-6,
         **_vectors(random, sizes, options),
     )
@@ -193,7 +197,7 @@ def moe_weights(
     shape: Shape,
     experts: int,
     top_k: int,
-    activation: str = "silu",
+    activation: Activation = "silu",
     options: Sequence[str] = (),
 ) -> MoeWeights:
     """`options` names what is present: norm, post_norm, router_bias, gate_bias, ..., shared, normalized."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..protocol import Kernels
 from ..quantization import FORMATS, row_bytes
+from ..structures import Activation
 from . import inputs as make
 from .case import TOLERANCE, Case, Run, beside, pick
 from .inputs import BIASES, HEAD_NORMS, MODEL, SMALL, Shape
@@ -18,6 +19,7 @@ from .inputs import BIASES, HEAD_NORMS, MODEL, SMALL, Shape
 MIXED = ((0, 1), (5, 3), (0, 19), (33, 1), (47, 2))
 EXPERT = Shape(inner=256)
 WIDE_EXPERT = Shape(width=1024, inner=384)
+INPUT_SCALES = {"swiglu_oai": 8.0}  # so large that its limits matter
 LONG = ((700, 1), (255, 1), (256, 3), (511, 2), (40, 1))
 
 
@@ -165,7 +167,7 @@ def attend(
 
 def mlp(
     kind: str,
-    activation: str,
+    activation: Activation,
     options: Sequence[str] = ("norm",),
     tokens: int = 5,
     shape: Shape = SMALL,
@@ -180,7 +182,7 @@ def mlp(
             weights = make.with_mlp_lora(random, ops, weights)
             adapters = make.random_adapters(random, tokens)
         layer = ops.mlp_layer(weights)
-        x = make.normal(random, tokens, shape.width)  # [T, E]
+        x = INPUT_SCALES.get(activation, 1.0) * make.normal(random, tokens, shape.width)  # [T, E]
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
             out = pick(x, items)
@@ -200,7 +202,7 @@ def moe(
     tokens: int = 5,
     experts: int = 8,
     top_k: int = 3,
-    activation: str = "silu",
+    activation: Activation = "silu",
     shape: Shape = EXPERT,
     timed: bool = False,
     op: str = "moe",
@@ -208,7 +210,7 @@ def moe(
     def build(ops: Kernels, seed: int) -> Run:
         random = make.generator(seed)
         layer = ops.moe_layer(make.moe_weights(random, kind, shape, experts, top_k, activation, options))
-        x = make.normal(random, tokens, shape.width)  # [T, E]
+        x = INPUT_SCALES.get(activation, 1.0) * make.normal(random, tokens, shape.width)  # [T, E]
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
             out = pick(x, items)
@@ -293,6 +295,10 @@ def _all() -> list[Case]:
         attend("bf16 pages", dtype=brain),
         attend("soft cap", soft_cap=2.0),
         attend("soft cap, long, f16 pages", rows=LONG, dtype=half, soft_cap=2.0, window=300),
+        attend("sinks", options=["sinks"]),
+        attend("sinks, window 1", options=["sinks"], window=1),
+        attend("sinks, long, f16 pages", rows=LONG, dtype=half, options=["sinks"], window=300),
+        attend("sinks, long", rows=LONG, options=["sinks"]),
         attend("window 1", window=1),
         attend("window 20", window=20),
         attend("window 300, long", rows=LONG, window=300),
@@ -311,6 +317,7 @@ def _all() -> list[Case]:
     found += [mlp(kind, "silu") for kind in FORMATS]
     found += [
         mlp("f32", "gelu_tanh", []),
+        mlp("f32", "swiglu_oai", ["gate_bias", "up_bias"]),
         mlp("f32", "gelu_tanh", ["norm", "post_norm"]),
         mlp("q4_0", "gelu_tanh", ["norm", "post_norm"], tokens=40),
         mlp("bf16", "silu", ["norm", "gate_bias", "up_bias", "down_bias", "post_norm"], tokens=17, op="mlp_layer"),
@@ -321,6 +328,7 @@ def _all() -> list[Case]:
         moe("f32", ["norm", "shared"], activation="gelu_tanh"),
         moe("q4_0", ["norm", "post_norm", "normalized", "shared"], tokens=40),
         moe("q8_0", ["norm", "router_bias", "gate_bias", "up_bias", "down_bias"], tokens=17, op="moe_layer"),
+        moe("mxfp4", ["normalized", "router_bias", "gate_bias", "up_bias", "down_bias"], activation="swiglu_oai"),
         moe("bf16", tokens=40, experts=3, top_k=3, shape=Shape(width=96, inner=80)),
         moe("q4_1", tokens=1, experts=64, top_k=8, shape=WIDE_EXPERT, timed=True),
         moe("q4_1", tokens=5, experts=64, top_k=8, shape=WIDE_EXPERT, timed=True),

@@ -19,7 +19,7 @@ from . import _native
 from .runtime import FLOAT, address, floats, integers
 
 PAGE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "swiglu_oai": 2}
 
 
 @dataclass(slots=True)
@@ -97,6 +97,7 @@ def attention_layer(weights: AttentionWeights, fast_activations: bool = False) -
         "key_bias": _vector("key_bias", weights.key_bias, keys),
         "value_bias": _vector("value_bias", weights.value_bias, keys),
         "output_bias": _vector("output_bias", weights.output_bias, width),
+        "sinks": _vector("sinks", weights.sinks, weights.heads),
         "cos": _vector("cos", weights.cos, weights.head_dim // 2),
         "sin": _vector("sin", weights.sin, weights.head_dim // 2),
     }

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .device import rounded
-from .pointwise import activate
+from .pointwise import apply_gate
 
 ROWS = 16  # rows of activations per program: one tensor-core tile, so that 1 and 16 rows cost the same
 
@@ -64,7 +64,7 @@ def finish(
             inside = (row < rows)[None, :] & (output < outputs)[:, None]
             total += tl.load(at, mask=inside, other=0)
             other_total += tl.load(at + outputs, mask=inside, other=0)
-        total = activate(total, activation) * other_total
+        total = apply_gate(total, other_total, activation)
     target = out + row.to(tl.int64)[None, :] * outputs + output[:, None]
     kept = (row < rows)[None, :] & (output < outputs)[:, None]
     if add:

@@ -62,6 +62,7 @@ def attention_layer(weights: AttentionWeights, batch_invariant: bool = False) ->
             weights.anchored,
             batch_invariant,
             weights.soft_cap,
+            on_device(weights.sinks),
         ),
         rope=RopeWeights(
             weights.eps,

@@ -23,7 +23,7 @@ from .matmul import DTYPES, Operation, gated_matmul, matmul
 from .matmul import _add_matmul as add_matmul
 from .matmul import _read_tiles as read_tiles
 from .matrices import PADDED, Matrix, pack
-from .pointwise import activate
+from .pointwise import apply_gate
 from .quantized_matmul import Words, format_of, read_tile
 
 ROUTED = 16  # experts per program of the router
@@ -412,7 +412,7 @@ def grouped_tile(
                 other_total *= tl.load(words.channel + line + outputs)[:, None]
         total = _biased(total, biases.first, expert, output, outputs)
         if activation is not None:
-            total = activate(total, activation) * _biased(other_total, biases.up, expert, output, outputs)
+            total = apply_gate(total, _biased(other_total, biases.up, expert, output, outputs), activation)
         kept = (row < count)[None, :] & (output < outputs)[:, None]
         tl.store(out + pair[None, :] * outputs + output[:, None], rounded(total, out.dtype.element_ty), mask=kept)
 

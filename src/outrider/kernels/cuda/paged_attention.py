@@ -51,6 +51,7 @@ class Heads:
     anchored: bool
     batch_invariant: bool  # use the same tiles for any batch
     soft_cap: float = 0.0
+    sinks: Tensor | None = None  # [H] f32
 
 
 class Chunks(NamedTuple):
@@ -149,6 +150,7 @@ def paged_attention(
         out,
         parts,
         RopeTables(queries if cos is None else cos, queries if sin is None else sin),
+        heads.sinks,
         tokens,
         rows,
         width,
@@ -182,6 +184,7 @@ def paged_attention(
         _combine[(tokens, heads.kv)](
             parts,
             out,
+            heads.sinks,
             tokens,
             chunks,
             lines=triton.next_power_of_2(group),
@@ -207,6 +210,7 @@ def _attend(
     out,
     parts,
     tables,
+    sinks,  # or None
     tokens,
     rows,
     width,
@@ -296,19 +300,22 @@ def _attend(
             tl.store(parts.sums + 2 * part + 1, part_total, mask=shared)
             tl.store(parts.mixed + part[:, None] * size + dim[None, :], part_mixed, mask=inside & shared[:, None])
             alone = inside & (single & (own_chunk == index))[:, None]
-            tl.store(out + at, rounded(weighted_mean(part_total, part_mixed), out.dtype.element_ty), mask=alone)
+            mean = weighted_mean(part_top, part_total, part_mixed, sinks, head, valid)
+            tl.store(out + at, rounded(mean, out.dtype.element_ty), mask=alone)
         elif variant.wide:
             top, total, mixed = part_top, part_total, part_mixed
         else:
             top, total, mixed = merge_softmax(top, total, mixed, part_top, part_total, part_mixed)
     if not split:
-        tl.store(out + at, rounded(weighted_mean(total, mixed), out.dtype.element_ty), mask=inside)
+        mean = weighted_mean(top, total, mixed, sinks, head, valid)
+        tl.store(out + at, rounded(mean, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks"])
 def _combine(
     parts,
     out,
+    sinks,  # or None
     tokens,
     chunks,
     lines: tl.constexpr,
@@ -329,7 +336,8 @@ def _combine(
     line, dim = tl.arange(0, lines), tl.arange(0, padded)
     valid = line < group
     inside = valid[:, None] & (dim < size)[None, :]
-    head = token.to(tl.int64) * heads + tl.program_id(1) * group + line  # [lines]
+    own = tl.program_id(1) * group + line  # [lines]: head of the token
+    head = token.to(tl.int64) * heads + own  # [lines]
     at = head[:, None] * size + dim[None, :]
     top = tl.full([lines], float("-inf"), tl.float32)
     total = tl.zeros([lines], tl.float32)
@@ -340,7 +348,8 @@ def _combine(
         part_total = tl.load(parts.sums + 2 * (index * stride + head) + 1, mask=valid, other=1.0)
         part_mixed = tl.load(parts.mixed + index * stride * size + at, mask=inside, other=0.0)
         top, total, mixed = merge_softmax(top, total, mixed, part_top, part_total, part_mixed)
-    tl.store(out + at, rounded(weighted_mean(total, mixed), out.dtype.element_ty), mask=inside)
+    mean = weighted_mean(top, total, mixed, sinks, own, valid)
+    tl.store(out + at, rounded(mean, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -482,8 +491,14 @@ def merge_softmax(top, total, mixed, part_top, part_total, part_mixed):
 
 
 @triton.jit
-def weighted_mean(total, mixed):
-    """Return the weighted mean of values; 0 for lines without keys."""
+def weighted_mean(top, total, mixed, sinks, head, valid):
+    """Return the weighted mean of values; 0 for lines without keys. The sink of a head is one more key of value 0."""
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=valid, other=0.0) * 1.4426950408889634  # log2(e)
+        higher = tl.maximum(top, sink)
+        kept = tl.exp2(top - higher)
+        total = total * kept + tl.exp2(sink - higher)
+        mixed = mixed * kept[:, None]
     return mixed / tl.where(total > 0, total, 1.0)[:, None]
 
 

@@ -189,13 +189,18 @@ def _gate_row(both, gate_bias, up_bias, out, width, activation: tl.constexpr, bl
         gated += tl.load(gate_bias + column, mask=inside, other=0)
     if up_bias is not None:
         up += tl.load(up_bias + column, mask=inside, other=0)
-    value = activate(gated, activation) * up
+    value = apply_gate(gated, up, activation)
     tl.store(out + row * width + column, rounded(value, out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def activate(value, activation: tl.constexpr):
-    inner = value
+def apply_gate(gate, up, activation: tl.constexpr):
+    """Return activation(gate) * up."""
+    inner = gate
     if activation == "gelu_tanh":  # (1 + tanh(z)) / 2 is sigmoid(2 z)
-        inner = 1.5957691216057308 * (value + 0.044715 * value * value * value)
-    return value * tl.sigmoid(inner)
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    elif activation == "swiglu_oai":
+        gate = tl.minimum(gate, 7.0)
+        up = tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0
+        inner = 1.702 * gate
+    return gate * tl.sigmoid(inner) * up

@@ -47,6 +47,7 @@ class LoraSlots:
 StackedLayer = tuple[AttentionLayer, MlpLayer | MoeLayer, LayerPages]
 NO_LORA = AttentionLora(None, None, None, None)
 NO_MLP_LORA = MlpLora(None, None, None)
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of the activation `swiglu_oai`
 
 
 def vector(values: Tensor) -> Tensor:
@@ -142,7 +143,12 @@ def attend(q: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages, x:
         scores = query @ keys.transpose(1, 2) * weights.scale  # [G, H / G, keys]
         if weights.soft_cap:
             scores = weights.soft_cap * torch.tanh(scores / weights.soft_cap)
-        mixed[token] = (torch.softmax(scores, -1) @ values).flatten()  # 0 if no key is visible
+        if weights.sinks is not None:
+            sinks = weights.sinks.view(weights.kv_heads, -1, 1)  # [G, H / G, 1]
+            probs = torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]
+        else:
+            probs = torch.softmax(scores, -1)
+        mixed[token] = (probs @ values).flatten()  # 0 if no key is visible
     lora = weights.lora or NO_LORA
     out = _affine(mixed, layer.output, weights.output_bias, lora.output, batch.adapters)  # [T, E]
     x[:count] += _optional_norm(out, weights.post_norm, weights.eps)
@@ -159,7 +165,9 @@ def _gated(states: Tensor, layer: MlpLayer, adapters: Tensor | None = None) -> T
     lora = weights.lora or NO_MLP_LORA
     gate = _affine(states, layer.gate, weights.gate_bias, lora.gate, adapters)  # [T, N]
     up = _affine(states, layer.up, weights.up_bias, lora.up, adapters)
-    active = _row_by_row(gate, functional.silu if weights.activation == "silu" else _tanh_gelu)
+    if weights.activation == "swiglu_oai":
+        gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1
+    active = _row_by_row(gate, GATES[weights.activation])
     return _affine(active * up, layer.down, weights.down_bias, lora.down, adapters)  # [T, E]
 
 
@@ -254,6 +262,13 @@ def _heads(
 
 def _tanh_gelu(x: Tensor) -> Tensor:
     return functional.gelu(x, approximate="tanh")
+
+
+def _sharp_silu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(SWIGLU_ALPHA * x)
+
+
+GATES = {"silu": functional.silu, "gelu_tanh": _tanh_gelu, "swiglu_oai": _sharp_silu}
 
 
 def _rotate(heads: Tensor, weights: AttentionWeights, positions: Tensor) -> Tensor:
