@@ -58,6 +58,7 @@ TWO_BASES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0},
 }
+GPT_OSS = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "truncate": False}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 # name -> (class in transformers without its suffix, what differs from COMMON)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -72,6 +73,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-long": ("Phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 16}),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "head_dim": 32,
+            "sliding_window": 6,
+            "rope_parameters": {**GPT_OSS, "original_max_position_embeddings": 32},
+        },
+    ),
     "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3}),
     "qwen2-moe": (
         "Qwen2Moe",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import tiny
 
@@ -176,6 +177,26 @@ def folder(name: str, scheme: str, to: Path) -> tuple[Path, Any]:
     config = json.loads((to / "config.json").read_text()) | {"quantization_config": SCHEMES[scheme][0]}
     (to / "config.json").write_text(json.dumps(config))
     model.load_state_dict(plain, strict=False)
+    return to, model
+
+
+def gpt_oss_folder(to: Path) -> tuple[Path, Any]:
+    """Write a tiny gpt-oss whose experts are random MXFP4 blocks, as `folder` does."""
+    tiny.copy("gpt-oss", to)
+    model, random = copy.deepcopy(tiny.original("gpt-oss")), torch.Generator().manual_seed(1)
+    stored = {key: value.to(torch.bfloat16) for key, value in model.state_dict().items()}
+    plain = {key: value.float() for key, value in stored.items()}
+    for name in [name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        count, columns, rows = stored.pop(name).shape
+        blocks = torch.randint(0, 256, (count, rows, columns // 32, 16), dtype=torch.uint8, generator=random)
+        scales = torch.randint(121, 124, blocks.shape[:-1], dtype=torch.uint8, generator=random)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        plain[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)  # [experts, K, N]
+    save_file(stored, to / "model.safetensors")
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    config = json.loads((to / "config.json").read_text()) | {"quantization_config": settings}
+    (to / "config.json").write_text(json.dumps(config))
+    model.load_state_dict(plain)
     return to, model
 
 

@@ -22,6 +22,7 @@ STORED_FORMATS = {  # vLLM's value of `quantization` -> format that a checkpoint
     "compressed-tensors": "compressed-tensors",
     "fp8": "fp8",
     "fbgemm_fp8": "fbgemm_fp8",
+    "mxfp4": "mxfp4",
     "gguf": "gguf",
 }
 ACTIVATIONS = ("high", "fast")

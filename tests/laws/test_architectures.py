@@ -17,6 +17,7 @@ FEATURES = {
     "norms behind each block and over all heads": "olmo2",
     "multipliers": "granite",
     "YaRN": "qwen2-yarn",
+    "sinks, biases of experts, clamped activation": "gpt-oss",
 }
 SAMPLED = replace(BASE, temperature=0.8, logprobs=100)
 DRAFTS = {

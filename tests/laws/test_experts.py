@@ -11,7 +11,7 @@ from laws.mix import BASE, MIX, PROMPT, check, interrupted, plain, visible
 from outrider import Output
 
 NAMES = ("greedy", "warm", "penalties", "stops", "two", "narrow", "beside", "predicted")
-MODELS = ("mixtral", "olmoe", "qwen2-moe", "qwen3-moe")
+MODELS = ("mixtral", "gpt-oss", "olmoe", "qwen2-moe", "qwen3-moe")
 ALONE = replace(BASE, temperature=0.8, logprobs=100)
 
 

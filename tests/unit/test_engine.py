@@ -140,7 +140,7 @@ def test_a_sample_that_waits_costs_no_work_in_a_step(llm) -> None:
 
 
 def test_vllms_quantization_and_revision_are_refused_where_they_cannot_hold(tiny_llm) -> None:
-    for name in ("awq", "gptq_marlin", "gguf", "fbgemm_fp8"):
+    for name in ("awq", "gptq_marlin", "gguf", "fbgemm_fp8", "mxfp4"):
         with pytest.raises(UserError, match=f"`quantization` is `{name}`, but .* is not quantized: leave it out"):
             tiny_llm(quantization=name)
     with pytest.raises(UserError, match="`revision` needs a model of the hub"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import transformers
 import tiny_heads
 import tiny_modules
 import tiny_quantized
+from backends import every_kernels
 from outrider import LLM, kernels
 from outrider.kernels.cases import inputs
 from outrider.kernels.quantization import FORMATS, dequantize
@@ -23,6 +25,11 @@ from tiny import prompt, run
 from tiny_quantized import SCHEMES
 
 TOKENS = prompt(23)
+
+
+@pytest.fixture(params=every_kernels())
+def ops(request: pytest.FixtureRequest) -> Any:
+    return request.param
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -38,6 +45,19 @@ def test_logits_equal_transformers(scheme: str, backend: str, tmp_path: Path) ->
     limit = 2e-3 if backend == "cpu" and "fp8" not in scheme else 1e-4
     limit = 1e-2 if backend == "cpu" and scheme == "gptq-orders" else limit
     torch.testing.assert_close(logits, wanted, atol=limit, rtol=0)
+
+
+@torch.no_grad()
+def test_mxfp4_experts_of_gpt_oss_equal_transformers(ops: kernels.Kernels, tmp_path: Path) -> None:
+    folder, original = tiny_quantized.gpt_oss_folder(tmp_path)
+    wanted = original(torch.tensor([TOKENS])).logits[0]
+    assert wanted.std() > 0.3
+    model = build(open_checkpoint(folder), ops)
+    logits, _ = run(model, TOKENS, 7)
+    torch.testing.assert_close(logits, wanted, atol=1e-4 if ops is kernels.load("reference") else 2e-3, rtol=0)
+    config = original.config
+    numbers = 3 * config.num_hidden_layers * config.hidden_size * config.intermediate_size
+    assert model.idle_bytes == numbers * (config.num_local_experts - config.num_experts_per_tok) * 17 // 32
 
 
 # What transformers needs to load a checkpoint of each scheme itself. w8a8 is left out: it rounds activations, too.

@@ -13,6 +13,7 @@ from .. import catalog
 from ..device import choose_backend, open_device
 from ..errors import UserError
 from ..kernels import Weight
+from ..kernels.quantization import FORMATS
 from ..models import Model, read_config
 from ..models.config import ARCHITECTURES
 from ..weights import Checkpoint
@@ -40,10 +41,11 @@ class ShapesOnly:
         return self.checkpoint.names()
 
     def weight(self, name: str) -> Weight:
-        shape = self.checkpoint.tensors[name].shape
-        if len(shape) < 2:
+        stored = self.checkpoint.tensors[name]
+        if len(stored.shape) < 2:
             return self.checkpoint.weight(name)
-        return Weight("bf16", shape, torch.empty(shape, dtype=torch.bfloat16, device="meta"))
+        kind = stored.kind if stored.kind in FORMATS else "bf16"
+        return Weight(kind, stored.shape, torch.empty(stored.shape, dtype=torch.bfloat16, device="meta"))
 
     def release(self) -> None:
         return

@@ -22,6 +22,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_tanh": "gelu_tanh",
 }
+SWIGLU_OAI: Mapping[str, float] = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # as the kernels have them
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # spellings of one key
 # Limits on what a damaged file can make us allocate.
 MAX_LAYERS = 1024
@@ -43,6 +44,24 @@ GEMMA3_DEFAULTS: Mapping[str, Any] = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
     "tie_word_embeddings": True,
+}
+GPT_OSS_DEFAULTS: Mapping[str, Any] = {
+    "head_dim": 64,
+    "attention_bias": True,
+    "sliding_window": 128,
+    "sliding_window_pattern": 2,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
 }
 MIXTRAL_DEFAULTS: Mapping[str, Any] = {
     "intermediate_size": 14_336,
@@ -76,6 +95,8 @@ class Experts:
     shared_width: int  # inner width of the expert of every token; 0: none
     normalized: bool  # the scores of the chosen experts are divided by their sum
     layers: tuple[bool, ...]  # per layer; False: a plain MLP
+    biased: bool = False  # the router and all matrices have biases
+    interleaved: bool = False  # rows of gate and up in turns in merged tensors, whose floats are transposed
 
 
 @dataclass(frozen=True)
@@ -105,6 +126,7 @@ class ModelConfig:
     whole_norms: bool  # RMS norm on all query heads together, and on all key heads
     qkv_bias: bool
     output_bias: bool
+    sinks: bool  # a learned score in the softmax of each head
     mlp_bias: bool
     pre_norms: bool  # norms before attention and before the MLP
     post_norms: bool  # norms after attention and after the MLP
@@ -137,6 +159,9 @@ class Architecture:
     soft_caps: bool = False  # whether `attn_logit_softcapping` and `final_logit_softcapping` are honored
     experts: Literal["none", "all", "sparse"] = "none"  # sparse: as `mlp_only_layers` and `decoder_sparse_step` say
     normalized_scores: bool = False  # of the chosen experts, unless `norm_topk_prob` says otherwise
+    gpt_oss_experts: bool = False  # experts with biases, and rows of gate and up in turns
+    sinks: bool = False
+    activation: Activation | None = None  # None: as `hidden_act` says
     defaults: Mapping[str, Any] | None = None
 
 
@@ -155,6 +180,18 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         experts="all",
         normalized_scores=True,
         defaults=MIXTRAL_DEFAULTS,
+    ),
+    "gpt_oss": Architecture(
+        "gpt-oss",
+        "GptOssForCausalLM",
+        windows="pattern",
+        qkv_bias=None,
+        sinks=True,
+        experts="all",
+        normalized_scores=True,
+        gpt_oss_experts=True,
+        activation="swiglu_oai",
+        defaults=GPT_OSS_DEFAULTS,
     ),
     "olmoe": Architecture(
         "OLMoE", "OlmoeForCausalLM", qkv_bias=None, whole_norms=True, experts="all", defaults=OLMOE_DEFAULTS
@@ -251,7 +288,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         eps=fields.number("rms_norm_eps", 1e-6),
         context=_context(fields, ropes),
         tied_head=fields.flag("tie_word_embeddings"),
-        activation=_activation(fields),
+        activation=architecture.activation or _activation(fields),
         embedding_scale=math.sqrt(width) if architecture.gemma else multiplier("embedding_multiplier"),
         rounds_scale=architecture.gemma,
         attention_scale=_attention_scale(fields, architecture, head_dim),
@@ -265,6 +302,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         whole_norms=architecture.whole_norms,
         qkv_bias=attention_bias if architecture.qkv_bias is None else architecture.qkv_bias,
         output_bias=attention_bias and architecture.qkv_bias is None,
+        sinks=architecture.sinks,
         mlp_bias=architecture.mlp_bias and fields.flag("mlp_bias"),
         pre_norms=architecture.pre_norms,
         post_norms=architecture.post_norms,
@@ -309,6 +347,9 @@ def _refuse_unsupported(config: Mapping[str, Any], architecture: Architecture) -
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if config.get(name) and not architecture.soft_caps:
             raise UserError(f"soft-capped logits (`{name}`) are supported in Gemma 2 alone: pick a model without them")
+    for name, only in SWIGLU_OAI.items():
+        if architecture.activation == "swiglu_oai" and config.get(name, only) != only:
+            raise UserError(f"`{name}` is {config[name]!r}: a model of {architecture.label} is supported with {only}")
     if config.get("clip_qkv"):
         raise UserError("clipped queries, keys and values (`clip_qkv`) are not supported: pick a model without them")
     if config.get("use_bidirectional_attention"):
@@ -331,6 +372,8 @@ def _experts(fields: ConfigFields, architecture: Architecture, layers: int) -> E
         shared_width=fields.count(shared) if fields.values.get(shared) else 0,
         normalized=fields.flag("norm_topk_prob", architecture.normalized_scores),
         layers=(True,) * layers if rule == "all" else _sparse_layers(fields, layers),
+        biased=architecture.gpt_oss_experts,
+        interleaved=architecture.gpt_oss_experts,
     )
 
 

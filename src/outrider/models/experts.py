@@ -1,30 +1,45 @@
 """Build a mixture of experts from the tensors of a checkpoint.
 
-Checkpoints store experts in three ways: one matrix for each, `gate_up_proj` [X, 2 * N, E] and `down_proj` [X, E, N] of
-all (newer transformers), or `gate_proj`, `up_proj` and `down_proj` of all (GGUF). Letter X: experts.
+Checkpoints store experts in four ways: one matrix for each, `gate_up_proj` [X, 2 * N, E] and `down_proj` [X, E, N] of
+all (newer transformers), the same with the rows of gate and up in turns (gpt-oss; transposed if they are floats), or
+`gate_proj`, `up_proj` and `down_proj` of all (GGUF). Letter X: experts.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
 
 from ..kernels import MlpWeights, MoeWeights, Weight
 from .config import Experts, ModelConfig
 from .layers import WeightReader
 
 MODULES = ("mlp", "block_sparse_moe")  # the second in Mixtral's own checkpoints
+ROUTERS = ("gate", "router")  # the second in gpt-oss
 MATRICES = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}  # the second of Mixtral
+
+
+class Biases(NamedTuple):
+    """Biases of all experts."""
+
+    gate: Tensor | None = None  # [X, N] f32
+    up: Tensor | None = None  # [X, N] f32
+    down: Tensor | None = None  # [X, E] f32
 
 
 def moe(config: ModelConfig, experts: Experts, reader: WeightReader, layer: int) -> MoeWeights:
     """Read the mixture of experts of a layer."""
     prefix = f"model.layers.{layer}."
-    module = next((name for name in MODULES if reader.has(f"{prefix}{name}.gate.weight")), MODULES[0])
-    module = f"{prefix}{module}."
+    names = [(f"{prefix}{module}.", router) for module in MODULES for router in ROUTERS]
+    module, router = next((name for name in names if reader.has(f"{name[0]}{name[1]}.weight")), names[0])
     width, inner, shared = config.width, experts.width, experts.shared_width
     # Never quantized: rounding would change the chosen experts.
-    router = reader.floats(module + "gate.weight", experts.count, width)
+    router_weight = reader.floats(f"{module}{router}.weight", experts.count, width)
     gate, up = _gates(reader, module, experts, width)
+    biases = _biases(reader, module + "experts.", experts, width) if experts.biased else Biases()
     return MoeWeights(
-        router=router,
+        router=router_weight,
         gate=gate,
         up=up,
         down=_matrices(reader, module, "down", experts, width, inner),
@@ -33,6 +48,10 @@ def moe(config: ModelConfig, experts: Experts, reader: WeightReader, layer: int)
         activation=config.activation,
         eps=config.stream_eps,
         norm=reader.norm(prefix + "post_attention_layernorm.weight", width),
+        router_bias=reader.vector(f"{module}{router}.bias", experts.count) if experts.biased else None,
+        gate_bias=biases.gate,
+        up_bias=biases.up,
+        down_bias=biases.down,
         shared=_shared(config, reader, module + "shared_expert.", shared) if shared else None,
         shared_gate=reader.row(module + "shared_expert_gate.weight", width) if shared else None,
     )
@@ -48,6 +67,19 @@ def _shared(config: ModelConfig, reader: WeightReader, module: str, inner: int) 
     )
 
 
+def _biases(reader: WeightReader, module: str, experts: Experts, width: int) -> Biases:
+    count, inner = experts.count, experts.width
+    if reader.has(module + "gate_up_proj_bias"):
+        both = reader.floats(module + "gate_up_proj_bias", count, 2 * inner)
+        down = reader.floats(module + "down_proj_bias", count, width)
+        return Biases(both[:, ::2].contiguous(), both[:, 1::2].contiguous(), down)
+    return Biases(
+        reader.floats(module + "gate_proj.bias", count, inner),
+        reader.floats(module + "up_proj.bias", count, inner),
+        reader.floats(module + "down_proj.bias", count, width),
+    )
+
+
 def _gates(
     reader: WeightReader, module: str, experts: Experts, width: int
 ) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
@@ -56,7 +88,8 @@ def _gates(
     if not reader.has(joined):
         gate = _matrices(reader, module, "gate", experts, experts.width, width)
         return gate, _matrices(reader, module, "up", experts, experts.width, width)
-    both = split(reader.stored(joined, experts.count, 2 * experts.width, width), 2 * experts.count)
+    merged = reader.stored(joined, experts.count, 2 * experts.width, width, transposed=experts.interleaved)
+    both = _interleaved(merged, experts.count) if experts.interleaved else split(merged, 2 * experts.count)
     parts = tuple(reader.quantized(part, fine=False) for part in both)
     reader.count_experts(parts, experts.top_k, experts.count)
     return parts[::2], parts[1::2]
@@ -69,7 +102,8 @@ def _matrices(
     merged = [f"{module}experts.{MATRICES[part][0]}{suffix}" for suffix in ("", ".weight")]
     name = next((name for name in merged if reader.has(name)), None)
     if name is not None:
-        found = split(reader.stored(name, experts.count, rows, columns), experts.count)
+        transposed = experts.interleaved and name == merged[0]
+        found = split(reader.stored(name, experts.count, rows, columns, transposed=transposed), experts.count)
     else:
         leaf = next((leaf for leaf in MATRICES[part] if reader.has(f"{module}experts.0.{leaf}.weight")), None)
         leaf = leaf or MATRICES[part][0]
@@ -84,3 +118,10 @@ def split(merged: Weight, count: int) -> list[Weight]:
     """Cut a tensor [..., rows, columns] into `count` matrices [rows of one, columns], in the order of its rows."""
     rows = merged.data.reshape(count, -1, merged.data.shape[-1])  # floats, or blocks of bytes
     return [Weight(merged.kind, (rows.shape[1], merged.shape[-1]), part) for part in rows]
+
+
+def _interleaved(merged: Weight, count: int) -> list[Weight]:
+    """Cut a tensor whose rows belong to gate and up in turns: gate and up of the first expert, then of the next."""
+    both = split(merged, count)
+    rows = merged.shape[1] // 2
+    return [Weight(one.kind, (rows, one.shape[1]), one.data[part::2].contiguous()) for one in both for part in (0, 1)]

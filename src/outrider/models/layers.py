@@ -23,6 +23,7 @@ MTP_MODULE = re.compile(
     r"^(model\.layers\.\d+\.(?=eh_proj\.)|(?:model\.)?mtp\.(?=fc\.)|model\.mtp_layers\.(?=\d+\.input_proj\.))"
 )
 MAX_ROPE_BYTES = 2**30  # of a model's rope tables; 2**20 positions of 256 dimensions, more than published models need
+SINKS = ("sinks", "sinks.weight")  # the second in GGUF files
 ROPE_FACTORS = "rope_freqs.weight"  # GGUF stores Llama-3 scaling as a tensor
 
 
@@ -55,18 +56,20 @@ class WeightReader:
     def has(self, name: str) -> bool:
         return name in self.unread
 
-    def stored(self, name: str, *shape: int) -> Weight:
-        """Read a tensor as it is stored."""
+    def stored(self, name: str, *shape: int, transposed: bool = False) -> Weight:
+        """Read a tensor as it is stored. transposed: floats [..., K, N], which become [..., N, K]; blocks are not."""
         if name not in self.unread:
             raise UserError(f"the checkpoint lacks the tensor `{name}` of shape {list(shape)}: fetch the model again")
         self.unread.discard(name)
         weight = self.checkpoint.weight(name)
-        if tuple(weight.shape) != shape:
+        transposed = transposed and weight.kind in FLOATS
+        expected = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
+        if tuple(weight.shape) != expected:
             raise UserError(
                 f"the tensor `{name}` has the shape {list(weight.shape)}, but the configuration asks for "
-                f"{list(shape)}: config and weights are not of the same model"
+                f"{list(expected)}: config and weights are not of the same model"
             )
-        return weight
+        return replace(weight, shape=shape, data=weight.data.transpose(-1, -2)) if transposed else weight
 
     def matrix(self, name: str, *shape: int, fine: bool = False) -> Weight:
         """Read a matrix that every step reads, quantized if requested."""
@@ -217,6 +220,9 @@ def attention(
         )
     if config.output_bias:
         weights = replace(weights, output_bias=reader.vector(module + "o_proj.bias", width))
+    if config.sinks:
+        name = next((name for name in SINKS if reader.has(module + name)), SINKS[0])
+        weights = replace(weights, sinks=reader.vector(module + name, config.heads))
     order = rotary_order(config.ropes[layer], head)
     return weights if order is None else _reordered(weights, torch.tensor(order))
 

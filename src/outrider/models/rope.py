@@ -182,8 +182,8 @@ def _yarn_frequencies(plain: Tensor, rope: Rope, dims: int) -> Tensor:
         begin, end = math.floor(begin), math.ceil(end)
     begin, end = max(begin, 0), min(end, dims - 1)
     end += 0.001 if begin == end else 0
-    divided = ((torch.arange(dims // 2, dtype=torch.float32) - begin) / (end - begin)).clamp(0, 1)
-    return plain / rope.factor * divided + plain * (1 - divided)
+    kept = 1 - ((torch.arange(dims // 2, dtype=torch.float32) - begin) / (end - begin)).clamp(0, 1)
+    return plain / rope.factor * (1 - kept) + plain * kept  # rounded as in transformers
 
 
 def cos_sin_tables(rope: Rope, head_dim: int, positions: int, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:

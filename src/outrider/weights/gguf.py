@@ -48,6 +48,10 @@ SANDWICH_NAMES = LAYER_NAMES | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+GPT_OSS_NAMES = LAYER_NAMES | {
+    "attn_sinks": "self_attn.sinks",
+    "post_attention_norm": "post_attention_layernorm",
+}
 FUSED_NAMES = LAYER_NAMES | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
@@ -69,6 +73,7 @@ ARCHITECTURES = {
     "olmo2": GgufArchitecture("olmo2", "Olmo2ForCausalLM", names=SANDWICH_NAMES),
     "granite": GgufArchitecture("granite", "GraniteForCausalLM", interleaved=True),
     "gemma2": GgufArchitecture("gemma2", "Gemma2ForCausalLM", names=SANDWICH_NAMES),
+    "gpt-oss": GgufArchitecture("gpt_oss", "GptOssForCausalLM", names=GPT_OSS_NAMES),
     "olmoe": GgufArchitecture("olmoe", "OlmoeForCausalLM"),
     "qwen2moe": GgufArchitecture("qwen2_moe", "Qwen2MoeForCausalLM"),
     "qwen3moe": GgufArchitecture("qwen3_moe", "Qwen3MoeForCausalLM"),
@@ -77,7 +82,7 @@ ARCHITECTURES = {
 MISTRAL = GgufArchitecture("mistral", "MistralForCausalLM", interleaved=True)
 MIXTRAL = GgufArchitecture("mixtral", "MixtralForCausalLM", interleaved=True)
 # Whether the scores of the chosen experts are divided by their sum: as llama.cpp has it, files do not say.
-NORMALIZED_SCORES = {"mixtral": True, "olmoe": False, "qwen2_moe": False, "qwen3_moe": True}
+NORMALIZED_SCORES = {"mixtral": True, "gpt_oss": True, "olmoe": False, "qwen2_moe": False, "qwen3_moe": True}
 GEMMA_LOCAL_BASE = 10_000.0  # rope base of the sliding layers, which most files leave out
 GEMMA_PATTERN = 6  # every sixth layer has full attention
 GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}  # the only sizes whose attention scale does not follow from head_dim
@@ -255,6 +260,8 @@ def rope_scaling(fields: GgufFields) -> dict[str, Any] | None:
     original = fields.get("rope.scaling.original_context_length")
     if original:
         scaling["original_max_position_embeddings"] = original
+    if fields.name == "gpt-oss":
+        scaling["truncate"] = False  # as it was trained; files do not say
     return scaling | {name: fields.real(key, 1.0) for key, name in YARN_KEYS.items() if fields.get(key) is not None}
 
 

@@ -110,6 +110,7 @@ class Traits:
     post_norms: bool = False
     fused: bool = False  # one matrix of queries, keys and values, and one of gate and up
     expert_width: str = ""  # key of config.json: inner width of an expert
+    gpt_oss: bool = False  # sinks of heads; router and experts with biases, transposed
 
 
 KINDS = {
@@ -122,6 +123,7 @@ KINDS = {
     "olmo2": Traits(whole_norms=True, pre_norms=False, post_norms=True),
     "granite": Traits(),
     "mixtral": Traits(expert_width="intermediate_size"),
+    "gpt_oss": Traits(biases=("q_proj", "k_proj", "v_proj", "o_proj"), expert_width="intermediate_size", gpt_oss=True),
     "olmoe": Traits(whole_norms=True, expert_width="intermediate_size"),
     "qwen2_moe": Traits(biases=("q_proj", "k_proj", "v_proj"), expert_width="moe_intermediate_size"),
     "qwen3_moe": Traits(head_norms=True, expert_width="moe_intermediate_size"),
@@ -239,7 +241,10 @@ def layer_shapes(config: Mapping[str, Any], traits: Traits, prefix: str) -> dict
     found: dict[str, tuple[int, ...]] = {}
     if traits.expert_width:
         mlp = {}
-        found |= expert_shapes(config, traits.expert_width, f"{prefix}mlp.")
+        shapes_of = gpt_oss_expert_shapes if traits.gpt_oss else expert_shapes
+        found |= shapes_of(config, traits.expert_width, f"{prefix}mlp.")
+    if traits.gpt_oss:
+        found[f"{prefix}self_attn.sinks"] = (heads,)
     for part, matrices in (("self_attn", attention), ("mlp", mlp)):
         stated = config.get("attention_bias" if part == "self_attn" else "mlp_bias")
         for name, shape in matrices.items():
@@ -259,12 +264,30 @@ def layer_shapes(config: Mapping[str, Any], traits: Traits, prefix: str) -> dict
     return found
 
 
-def expert_shapes(config: Mapping[str, Any], width_key: str, prefix: str) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of a mixture of experts."""
-    width, inner = config["hidden_size"], config.get(width_key)
-    count = next((config[key] for key in EXPERT_COUNTS if config.get(key)), None)
+def expert_sizes(config: Mapping[str, Any], width_key: str) -> tuple[int, int]:
+    """Return the number of experts and their inner width."""
+    inner, count = config.get(width_key), next((config[key] for key in EXPERT_COUNTS if config.get(key)), None)
     if type(inner) is not int or type(count) is not int:
         raise UserError(f"a mixture has {count!r} experts of width {inner!r}: state `num_experts` and `{width_key}`")
+    return count, inner
+
+
+def gpt_oss_expert_shapes(config: Mapping[str, Any], width_key: str, prefix: str) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a mixture of experts of gpt-oss."""
+    width, (count, inner) = config["hidden_size"], expert_sizes(config, width_key)
+    return {
+        f"{prefix}router.weight": (count, width),
+        f"{prefix}router.bias": (count,),
+        f"{prefix}experts.gate_up_proj": (count, width, 2 * inner),
+        f"{prefix}experts.gate_up_proj_bias": (count, 2 * inner),
+        f"{prefix}experts.down_proj": (count, inner, width),
+        f"{prefix}experts.down_proj_bias": (count, width),
+    }
+
+
+def expert_shapes(config: Mapping[str, Any], width_key: str, prefix: str) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a mixture of experts."""
+    width, (count, inner) = config["hidden_size"], expert_sizes(config, width_key)
     found: dict[str, tuple[int, ...]] = {
         f"{prefix}gate.weight": (count, width),
         f"{prefix}experts.gate_up_proj": (count, 2 * inner, width),
