@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,34 +26,74 @@ ARCHITECTURES = {
     "granite": "granite",
     "gemma2": "gemma2",
     "gemma3": "gemma3",
+    "mixtral": "llama",
+    "olmoe": "olmoe",
+    "qwen2-moe": "qwen2moe",
+    "qwen3-moe": "qwen3moe",
+    "gpt-oss": "gpt-oss",
 }
 INTERLEAVED = ("llama", "smollm3", "granite")  # rotary pairs are adjacent rows
 
 
-def write(name: str, path: Path) -> Path:
-    """Write a model of tiny.CASES as a GGUF file of 32-bit floats."""
+def write(name: str, path: Path, experts: str = "F32", dequantized: bool = False) -> Path:
+    """Write a model of tiny.CASES as a GGUF file of 32-bit floats.
+
+    experts: the format of their matrices; dequantized: as floats, after rounding to that format.
+    """
     kind = ARCHITECTURES[name]
     config = json.loads(tiny.original(name).config.to_json_string())
     writer = gguf.GGUFWriter(path, kind)
     describe(writer, kind, config)
     architecture = next(each for each, text in gguf.MODEL_ARCH_NAMES.items() if text == kind)
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
-    for full, tensor in tiny.checkpoint(name).tensors.items():
+    dense = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config["num_hidden_layers"])
+    for full, data in tensors(name):
         stem, _, leaf = full.rpartition(".")
-        data = tensor.numpy()
         if kind.startswith("gemma") and full.endswith("norm.weight"):
             data = data + 1
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(stem.rpartition(".")[2])
         if heads and kind in INTERLEAVED:
             data = interleave(data, config[heads])
-        found = names.get_name(stem)
+        found = names.get_name(stem) or dense.get_name(stem)  # llama.cpp has no dense layers in `qwen2moe`
         assert found is not None, f"{kind} has no tensor {stem}"
-        writer.add_tensor(f"{found}.{leaf}", data)
+        stored = None
+        if "_exps" in found and leaf == "weight" and experts != "F32":
+            stored = gguf.GGMLQuantizationType[experts]
+            data = gguf.quantize(data, stored)
+            if dequantized:
+                data, stored = gguf.dequantize(data, stored), None
+        writer.add_tensor(f"{found}.{leaf}", data, raw_dtype=stored)
+    finish(writer)
+    return path
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+
+
+def tensors(name: str) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the tensors of a model as the converters have them: gate and up of experts apart, [experts, N, K]."""
+    turns = name == "gpt-oss"  # the rows of gate and up take turns, and matrices are transposed
+    for full, tensor in tiny.checkpoint(name).tensors.items():
+        module, _, leaf = full.rpartition(".experts.")
+        data = tensor.numpy()
+        if leaf.startswith("gate_up_proj"):
+            suffix = "bias" if leaf.endswith("_bias") else "weight"
+            data = data.swapaxes(1, 2) if turns and suffix == "weight" else data
+            halves = (data[:, ::2], data[:, 1::2]) if turns else np.split(data, 2, 1)
+            for part, rows in zip(("gate", "up"), halves, strict=True):
+                yield f"{module}.experts.{part}_proj.{suffix}", np.ascontiguousarray(rows)
+        elif leaf == "down_proj":
+            yield f"{full}.weight", np.ascontiguousarray(data.swapaxes(1, 2)) if turns else data
+        elif leaf == "down_proj_bias":
+            yield f"{module}.experts.down_proj.bias", data
+        elif full.endswith("sinks"):
+            yield f"{full}.weight", data
+        else:
+            yield full, data.reshape(-1) if full.endswith("shared_expert_gate.weight") else data
 
 
 def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -80,6 +121,15 @@ def describe(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any]) -> None
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
     describe_rope(writer, kind, config, rope)
+    if experts := config.get("num_experts") or config.get("num_local_experts"):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        if config.get("moe_intermediate_size"):
+            writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        if config.get("shared_expert_intermediate_size"):
+            writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    if kind == "gpt-oss":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
     if kind == "granite":
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
