@@ -26,6 +26,7 @@ def save(
     modules: tuple[str, ...] = MODULES,
     strength: float = 0.7,
     tensors: dict[str, Tensor] | None = None,
+    dtype: torch.dtype = torch.float32,
     **config: Any,
 ) -> Path:
     """Save an adapter of a tiny model. strength: its size beside that of the weights. tensors: more of them."""
@@ -41,7 +42,7 @@ def save(
             factor = strength / math.sqrt(rank) * rank / alpha
             saved[f"{prefix}.lora_B.weight"] = torch.randn(outputs, rank, generator=random) * factor
     to.mkdir(parents=True, exist_ok=True)
-    save_file(saved, to / "adapter_model.safetensors")
+    save_file({key: tensor.to(dtype) for key, tensor in saved.items()}, to / "adapter_model.safetensors")
     fields = {
         "peft_type": "LORA",
         "base_model_name_or_path": f"tiny/{name}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -51,6 +52,31 @@ def test_logits_equal_those_of_the_merged_model(name: str, backend: str, tmp_pat
         for chunk in (1, len(TOKENS)):
             found = run(name, ops, adapters, [slot] * len(TOKENS), chunk)
             torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama-bias", "qwen3", "phi3"])
+@torch.no_grad()
+def test_logits_equal_those_of_peft(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    rslora = dtype is torch.float16
+    adapter = tiny_lora.save(name, tmp_path, 3, 5, dtype=dtype, use_rslora=rslora)
+    adapted = peft.PeftModel.from_pretrained(copy.deepcopy(tiny.original(name)), adapter)
+    wanted = adapted(torch.tensor([TOKENS])).logits[0]
+    assert (wanted - tiny.original(name)(torch.tensor([TOKENS])).logits[0]).std() > 0.1
+    found = run(name, kernels.load("cpu"), [adapter], [0] * len(TOKENS), 8)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_an_adapter_that_peft_has_saved_is_read(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=6, lora_alpha=9, target_modules="all-linear", init_lora_weights=False)
+    adapted = peft.get_peft_model(copy.deepcopy(tiny.original("llama")), config)
+    adapted.save_pretrained(tmp_path)
+    wanted = adapted(torch.tensor([TOKENS])).logits[0]
+    found = run("llama", kernels.load("cpu"), [tmp_path], [0] * len(TOKENS), 8)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
 
 
 def test_an_adapter_over_few_modules_leaves_the_others_alone(tmp_path: Path) -> None:
