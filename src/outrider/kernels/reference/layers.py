@@ -268,7 +268,11 @@ def _sharp_silu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(SWIGLU_ALPHA * x)
 
 
-GATES = {"silu": functional.silu, "gelu_tanh": _tanh_gelu, "swiglu_oai": _sharp_silu}
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu_tanh": _tanh_gelu,
+    "swiglu_oai": _sharp_silu,
+}
 
 
 def _rotate(heads: Tensor, weights: AttentionWeights, positions: Tensor) -> Tensor:
