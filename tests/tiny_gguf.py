@@ -76,18 +76,18 @@ def finish(writer: gguf.GGUFWriter) -> None:
 
 def tensors(name: str) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the tensors of a model as the converters have them: gate and up of experts apart, [experts, N, K]."""
-    turns = name == "gpt-oss"  # the rows of gate and up take turns, and matrices are transposed
+    interleaved = name == "gpt-oss"  # rows of gate and up; its matrices are transposed
     for full, tensor in tiny.checkpoint(name).tensors.items():
         module, _, leaf = full.rpartition(".experts.")
         data = tensor.numpy()
         if leaf.startswith("gate_up_proj"):
             suffix = "bias" if leaf.endswith("_bias") else "weight"
-            data = data.swapaxes(1, 2) if turns and suffix == "weight" else data
-            halves = (data[:, ::2], data[:, 1::2]) if turns else np.split(data, 2, 1)
+            data = data.swapaxes(1, 2) if interleaved and suffix == "weight" else data
+            halves = (data[:, ::2], data[:, 1::2]) if interleaved else np.split(data, 2, 1)
             for part, rows in zip(("gate", "up"), halves, strict=True):
                 yield f"{module}.experts.{part}_proj.{suffix}", np.ascontiguousarray(rows)
         elif leaf == "down_proj":
-            yield f"{full}.weight", np.ascontiguousarray(data.swapaxes(1, 2)) if turns else data
+            yield f"{full}.weight", np.ascontiguousarray(data.swapaxes(1, 2)) if interleaved else data
         elif leaf == "down_proj_bias":
             yield f"{module}.experts.down_proj.bias", data
         elif full.endswith("sinks"):
