@@ -50,6 +50,27 @@ OUTRIDER_INLINE i8 high_nibbles(const i8& value) {
   return (i8)((u32)value >> 4) & 15;  // x86 has no byte shift
 #endif
 }
+// Look up the values of nibbles, in the form that `dot` reads; without a table the nibbles are the weights.
+template <Table table>
+OUTRIDER_INLINE i8 look_up(const i8& nibbles) {
+  constexpr const int8_t* values = kTables[int(table)];
+  if constexpr (table == Table::none) return nibbles;
+#if defined(__ARM_NEON)
+  return (i8)vqtbl1q_s8(vld1q_s8(values), vreinterpretq_u8_s8((int8x16_t)nibbles));
+#elif defined(__AVX2__)
+  const __m128i sixteen = _mm_load_si128(reinterpret_cast<const __m128i*>(values));
+#if defined(__AVX512F__)
+  const i8 found = (i8)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(sixteen), (__m512i)nibbles);
+#else
+  const i8 found = (i8)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(sixteen), (__m256i)nibbles);
+#endif
+  return kUnsignedBytes ? found ^ int8_t(-128) : found;
+#else
+  i8 found{};
+  for (size_t i = 0; i < sizeof(i8); ++i) found[i] = values[nibbles[i]];
+  return found;
+#endif
+}
 // Load int8 weights in the form that `dot` reads.
 OUTRIDER_INLINE i8 load_weights(const uint8_t* from) {
   return kUnsignedBytes ? load_bytes(from) ^ int8_t(-128) : load_bytes(from);

@@ -416,6 +416,10 @@ void linear_tiles(const Matrix& matrix, const Rows& rows, int first, int last, f
     case Kind::bf16:
       return bf16_tiles(matrix, rows, first, last, out, stride);
     case Kind::q4:
+      if (matrix.table == Table::iq4_nl)
+        return quantized_tiles<Shape<Kind::q8, 32, false, false, Table::iq4_nl>>(matrix, rows, first, last, out, stride);
+      if (matrix.table == Table::mxfp4)
+        return quantized_tiles<Shape<Kind::q8, 32, false, false, Table::mxfp4>>(matrix, rows, first, last, out, stride);
       if (matrix.zero_points)
         return quantized_tiles<Shape<Kind::q4, 32, true, true>>(matrix, rows, first, last, out, stride);
       if (matrix.has_min) return quantized_tiles<Shape<Kind::q4, 32, true>>(matrix, rows, first, last, out, stride);

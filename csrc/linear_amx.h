@@ -75,6 +75,30 @@ OUTRIDER_INLINE void unpack_nibbles(const uint8_t* block, uint8_t* to) {
   });
 }
 
+// Unpack nibbles that have a table into half a tile: the values of 32 inputs.
+template <class S>
+OUTRIDER_INLINE void unpack_values(const uint8_t* block, uint8_t* to) {
+  const __m512i values = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(kTables[int(S::table)])));
+  const __m512i low = _mm512_set1_epi8(15);
+  const auto put = [&](int line, const __m512i& nibbles) OUTRIDER_LAMBDA {
+    _mm512_store_si512(to + 64 * line, _mm512_shuffle_epi8(values, _mm512_and_si512(nibbles, low)));
+  };
+  unroll<4>([&](auto j) OUTRIDER_LAMBDA {
+    const __m512i both = _mm512_loadu_si512(block + 64 * j);
+    put(j, both);
+    put(4 + j, _mm512_srli_epi16(both, 4));
+  });
+}
+
+// Unpack one block into a tile of its own.
+template <class S>
+OUTRIDER_INLINE void unpack_block(const uint8_t* block, uint8_t* to) {
+  if constexpr (S::table == Table::none)
+    unpack_nibbles<S>(block, to);
+  else
+    unpack_values<S>(block, to);
+}
+
 // Unpack them into half a tile: the nibbles of 32 inputs, minus 8 if there is no minimum.
 template <class S>
 OUTRIDER_INLINE void unpack_half(const uint8_t* block, uint8_t* to) {
@@ -115,7 +139,7 @@ struct GroupBatch {
   static constexpr int kPerTile = kPaired ? 2 : 1;  // groups
   static constexpr int kPerScale = 32 / S::group;   // groups per activation scale
   static constexpr int kProducts = kNibbles || kStacked ? kTileBytes : 2 * kTileBytes;
-  alignas(64) uint8_t weights[kNibbles ? kBatch / kPerTile : 1][kTileBytes];
+  alignas(64) uint8_t weights[S::nibbles ? kBatch / kPerTile : 1][kTileBytes];
   alignas(64) uint8_t products[kBatch / kPerTile * strips][kProducts];  // [tile][strip]
 
   // Add `count` groups from `first` on, whose blocks lie at `block`. `unpacked`: their nibbles, or null.
@@ -128,12 +152,12 @@ struct GroupBatch {
         ask_ahead<S::block_bytes>(one);
         if constexpr (kPaired)
           unpack_half<S>(one, weights[i / 2] + i % 2 * (kTileBytes / 2));
-        else if constexpr (kNibbles)
-          unpack_nibbles<S>(one, weights[i]);
+        else if constexpr (S::nibbles)
+          unpack_block<S>(one, weights[i]);
         else
           ask_soon<S::block_bytes>(one + kBatch * S::block_bytes);
       });
-    const uint8_t* tile = !kNibbles ? block : unpacked ? unpacked : weights[0];
+    const uint8_t* tile = !S::nibbles ? block : unpacked ? unpacked : weights[0];
     constexpr int tiles = (count + kPerTile - 1) / kPerTile * strips;
     unroll<(tiles + 1) / 2>([&](auto pair) OUTRIDER_LAMBDA {
       constexpr int one = 2 * pair, other = one + 1;
@@ -166,7 +190,7 @@ struct GroupBatch {
   template <int number>
   OUTRIDER_MEMBER static void multiply_one(const Strip* x, const uint8_t* tile, int first) {
     constexpr int i = number / strips, to = number % 2 * 2, weights = 6 + i % 2, inputs = 4 + number % 2;
-    if (number % strips == 0) load_tile<weights>(tile + i * (kNibbles ? kTileBytes : S::block_bytes));
+    if (number % strips == 0) load_tile<weights>(tile + i * (S::nibbles ? kTileBytes : S::block_bytes));
     const uint8_t* from = x[number % strips].inputs;
     if constexpr (kPaired) {
       load_tile<inputs>(from + size_t(first / 2 + i) * kTileBytes);
@@ -254,15 +278,14 @@ void multiply_few(const Matrix& matrix, const Rows& rows, int first, int last, f
 template <class S>
 void multiply_many(const Matrix& matrix, const Rows& rows, int begin, int end, int first, int last, float* out,
                    int stride) {
-  constexpr bool nibbles = S::kind == Kind::q4;
   const int groups = rows.width / S::group;
-  auto* unpacked = nibbles ? static_cast<uint8_t*>(scratch(kTileSlot, size_t(groups) * kTileBytes)) : nullptr;
+  auto* unpacked = S::nibbles ? static_cast<uint8_t*>(scratch(kTileSlot, size_t(groups) * kTileBytes)) : nullptr;
   for (int tile = first; tile < last; ++tile) {
     const uint8_t* block = matrix.data.get() + tile * matrix.tile_bytes();
-    if constexpr (nibbles)
+    if constexpr (S::nibbles)
       for (int g = 0; g < groups; ++g) {
         ask_ahead<S::block_bytes>(block + g * S::block_bytes);
-        unpack_nibbles<S>(block + g * S::block_bytes, unpacked + size_t(g) * kTileBytes);
+        unpack_block<S>(block + g * S::block_bytes, unpacked + size_t(g) * kTileBytes);
       }
     for (int number = begin; number < end; number += 2) {
       const bool two = number + 1 < end;

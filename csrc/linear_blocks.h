@@ -6,13 +6,16 @@ namespace outrider::LEVEL {
 namespace {
 
 // Template parameters of the kernels: the kind of weights, inputs per group, with or without minima. Zero points are
-// minima divided by minus the scale.
-template <Kind kind_, int group_, bool has_min_, bool zero_points_ = false>
+// minima divided by minus the scale. Nibbles with a table are multiplied as the int8 values that they stand for: q8.
+template <Kind kind_, int group_, bool has_min_, bool zero_points_ = false, Table table_ = Table::none>
 struct Shape {
   static constexpr Kind kind = kind_;
   static constexpr int group = group_;
   static constexpr bool has_min = has_min_, zero_points = zero_points_;
-  static constexpr int quant_bytes = kind == Kind::q4 ? group * 8 : group * 16;
+  static constexpr Table table = table_;
+  static constexpr bool nibbles = kind == Kind::q4 || table != Table::none;      // two weights in a byte
+  static constexpr bool small = kind == Kind::q4 || table == Table::mxfp4;  // weights of at most 15
+  static constexpr int quant_bytes = nibbles ? group * 8 : group * 16;
   static constexpr int block_bytes = quant_bytes + (has_min ? 64 : 32);
   static constexpr int offset = kind == Kind::q8 && kUnsignedBytes ? 128 : 0;
   static constexpr bool centred =
@@ -23,11 +26,11 @@ struct Shape {
 template <class S>
 OUTRIDER_INLINE void load_quads(const uint8_t* block, int part, i8* w) {
   block += part * sizeof(i8);
-  if constexpr (S::kind == Kind::q4) {
+  if constexpr (S::nibbles) {
     unroll<4>([&](auto j) OUTRIDER_LAMBDA {
       const i8 both = load_bytes(block + 64 * j);
-      w[j] = low_nibbles(both);
-      w[j + 4] = high_nibbles(both);
+      w[j] = look_up<S::table>(low_nibbles(both));
+      w[j + 4] = look_up<S::table>(high_nibbles(both));
     });
   } else {
     unroll<S::group / 4>([&](auto j) OUTRIDER_LAMBDA { w[j] = load_weights(block + 64 * j); });

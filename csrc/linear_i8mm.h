@@ -52,16 +52,15 @@ OUTRIDER_INLINE void join_pairs(Inputs* inputs, int8_t* low, int rows) {
 // inputs are zipped before their nibbles are separated.
 template <class S>
 OUTRIDER_INLINE void load_pairs(const uint8_t* block, int part, int8x16_t (*w)[S::group / 8]) {
-  constexpr bool nibbles = S::kind == Kind::q4;
-  unroll<S::group / (nibbles ? 16 : 8)>([&](auto j) OUTRIDER_LAMBDA {
+  unroll<S::group / (S::nibbles ? 16 : 8)>([&](auto j) OUTRIDER_LAMBDA {
     const auto quad = [&](int i) OUTRIDER_LAMBDA {
       return vreinterpretq_s32_s8((int8x16_t)load_bytes(block + 64 * (2 * j + i) + sizeof(i8) * part));
     };
     const int32x4_t both[] = {vzip1q_s32(quad(0), quad(1)), vzip2q_s32(quad(0), quad(1))};
     unroll<2>([&](auto o) OUTRIDER_LAMBDA {
-      if constexpr (nibbles) {
-        w[o][j] = (int8x16_t)low_nibbles((i8)both[o]);
-        w[o][j + 2] = (int8x16_t)high_nibbles((i8)both[o]);
+      if constexpr (S::nibbles) {
+        w[o][j] = (int8x16_t)look_up<S::table>(low_nibbles((i8)both[o]));
+        w[o][j + 2] = (int8x16_t)look_up<S::table>(high_nibbles((i8)both[o]));
       } else {
         w[o][j] = vreinterpretq_s8_s32(both[o]);
       }
@@ -87,8 +86,8 @@ template <class S, int pairs, bool has_low>
 OUTRIDER_INLINE void add_pairs(const uint8_t* block, int part, const InputPair* x, const int8_t* low, int from,
                                float32x4_t* sums) {
   constexpr int count = 2 * pairs, steps = S::group / 8;
-  constexpr bool nibbles = S::kind == Kind::q4, has_zero = nibbles && !S::has_min;
-  constexpr int start = !has_low ? 0 : nibbles ? 1 : 2;
+  constexpr bool has_zero = S::kind == Kind::q4 && !S::has_min;
+  constexpr int start = !has_low ? 0 : S::small ? 1 : 2;
   int8x16_t w[2][steps];
   int32x4_t products[count];
   load_pairs<S>(block, part, w);
@@ -118,7 +117,7 @@ OUTRIDER_INLINE void add_pairs(const uint8_t* block, int part, const InputPair* 
     float32x4_t floats[2];
     unroll<2>([&](auto o) OUTRIDER_LAMBDA {
       const int32x4_t product = products[o * pairs + pair];
-      if constexpr (has_low && !nibbles)
+      if constexpr (has_low && !S::small)
         floats[o] = vmulq_f32(to_float(product), row_scale);
       else
         floats[o] = add_product(fetch<float32x4_t>(x[pair].less), vreinterpretq_f32_s32(product), row_scale);

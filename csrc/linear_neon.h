@@ -57,13 +57,12 @@ OUTRIDER_INLINE void stream_dots(const uint8_t* block, int part, const PanelInpu
       sum = vdotq_laneq_s32(sum, weights, bytes[quad / 4][r], quad % 4);
     });
   };
-  constexpr bool nibbles = S::kind == Kind::q4;
-  unroll<S::group / (nibbles ? 8 : 4)>([&](auto j) OUTRIDER_LAMBDA {
+  unroll<S::group / (S::nibbles ? 8 : 4)>([&](auto j) OUTRIDER_LAMBDA {
     unroll<parts>([&](auto p) OUTRIDER_LAMBDA {
       const i8 weights = load_bytes(block + 64 * j + sizeof(i8) * (part + p));
-      if constexpr (nibbles) {
-        add(j, p, (int8x16_t)low_nibbles(weights));
-        add(std::integral_constant<int, j + 4>{}, p, (int8x16_t)high_nibbles(weights));
+      if constexpr (S::nibbles) {
+        add(j, p, (int8x16_t)look_up<S::table>(low_nibbles(weights)));
+        add(std::integral_constant<int, j + 4>{}, p, (int8x16_t)look_up<S::table>(high_nibbles(weights)));
       } else {
         add(j, p, (int8x16_t)weights);
       }
@@ -75,8 +74,8 @@ OUTRIDER_INLINE void stream_dots(const uint8_t* block, int part, const PanelInpu
 template <class S, int rows, int parts, bool has_low>
 OUTRIDER_INLINE void add_group(const uint8_t* block, int part, const PanelInputs& x, int from, float32x4_t* sums) {
   constexpr int count = rows * parts;
-  constexpr bool nibbles = S::kind == Kind::q4, has_zero = nibbles && !S::has_min;
-  constexpr int start = !has_low ? 0 : nibbles ? 1 : 2;
+  constexpr bool has_zero = S::kind == Kind::q4 && !S::has_min;
+  constexpr int start = !has_low ? 0 : S::small ? 1 : 2;
   i8 w[parts][S::group / 4];
   float32x4_t scale[parts], minimum[parts], facts[count], floats[count];
   int32x4_t products[count];
@@ -101,7 +100,7 @@ OUTRIDER_INLINE void add_group(const uint8_t* block, int part, const PanelInputs
   });
   unroll<count>([&](auto i) OUTRIDER_LAMBDA {
     facts[i] = fetch<float32x4_t>(&x.inputs[i % rows].scale);
-    if constexpr (has_low && !nibbles)
+    if constexpr (has_low && !S::small)
       floats[i] = vmulq_laneq_f32(to_float(products[i]), facts[i], 0);
     else
       floats[i] = add_lane<0>(fetch<float32x4_t>(x.inputs[i % rows].less), vreinterpretq_f32_s32(products[i]), facts[i]);

@@ -23,11 +23,18 @@ namespace outrider {
 //   fp8:            [N/16][K/32] blocks of { [32][16] e4m3 bytes, 16 f32 scales }
 //   q4, q8:         [N/16][K/group] blocks of { quants, 16 f16 scales, 16 f16 minima (if has_min) }
 //     quants of q8: [group/4][16][4] int8: vector j holds inputs 4j..4j+3 of 16 outputs (the VNNI and AMX layout)
-//     quants of q4: the same 32 inputs as nibbles: byte vector j has quad j low and quad j + 4 high
+//     quants of q4: the same 32 inputs as nibbles: byte vector j has quad j low and quad j + 4 high; they are indices of
+//     int8 values if the matrix has a table
 //   w = scale * (quant - zero) + minimum; if the minima are zero points: w = scale * (quant - zero point)
 constexpr int kLanes = 16;
 
 enum class Kind : int { f32, f16, bf16, fp8, q4, q8 };
+
+// Tables of the sixteen int8 values of a nibble, as in kernels/quantization.py.
+enum class Table : int { none, iq4_nl, mxfp4 };
+alignas(16) constexpr int8_t kTables[][16] = {{},
+                                              {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113},
+                                              {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}};
 
 // Scales of fp8 are stored times 2^8, see fp8_to_half in half.h.
 constexpr int kFp8Group = 32, kFp8Quants = kFp8Group * kLanes, kFp8Block = kFp8Quants + kLanes * 4;  // bytes
@@ -43,6 +50,7 @@ struct Matrix {
   int group = 0;   // 32, or 16 for q6_k; q4 is always 32
   int zero = 0;    // 8 for q4_0, else 0
   bool has_min = false, zero_points = false;
+  Table table = Table::none;
   Activations activations = Activations::none;  // none for float weights
   std::shared_ptr<uint8_t> data;  // 64-byte aligned
   size_t bytes = 0;

@@ -28,6 +28,7 @@ struct Format {
   void (*decode)(const uint8_t* from, Block& to);  // null for floats
   int verbatim = 0;  // offset of the quants if their bytes need no decoding; scale and minimum precede them
   bool zero_points = false;  // in the place of the minima
+  Table table = Table::none;
 };
 
 uint16_t read_half(const uint8_t* from) {
@@ -122,26 +123,11 @@ void decode_q6_k(const uint8_t* from, Block& to) {
   }
 }
 
-// Sixteen values of a nibble, as in kernels/quantization.py.
-constexpr int8_t kIq4Nl[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-constexpr int8_t kMxfp4[] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-
-void look_up(const int8_t* values, int8_t* quants) {
-  for (int i = 0; i < 32; ++i) quants[i] = values[quants[i]];
-}
-
-void decode_iq4_nl(const uint8_t* from, Block& to) {
-  to.scales[0] = read_half(from);
-  decode_nibbles(from + 2, to.quants);
-  look_up(kIq4Nl, to.quants);
-}
-
 // The scale is a power of two, halved because the values are doubled. Half precision holds 2^-24 .. 2^15; beyond that
 // the largest power is used, and below that 0: weights of such sizes do not occur.
 void decode_mxfp4(const uint8_t* from, Block& to) {
   to.scales[0] = float_to_half(std::ldexp(1.0f, std::min(int(from[0]) - 128, 15)));
   decode_nibbles(from + 1, to.quants);
-  look_up(kMxfp4, to.quants);
 }
 
 const Format kFormats[] = {
@@ -150,8 +136,9 @@ const Format kFormats[] = {
     {"q4_1", Kind::q4, 32, 20, 32, 0, true, decode_q4_1, 4}, {"q5_0", Kind::q8, 32, 22, 32, 0, false, decode_q5_0},
     {"q5_1", Kind::q8, 32, 24, 32, 0, true, decode_q5_1},    {"q8_0", Kind::q8, 32, 34, 32, 0, false, decode_q8_0, 2},
     {"q4_k", Kind::q4, 256, 144, 32, 0, true, decode_q4_k},  {"q5_k", Kind::q8, 256, 176, 32, 0, true, decode_q5_k},
-    {"q6_k", Kind::q8, 256, 210, 16, 0, false, decode_q6_k}, {"iq4_nl", Kind::q8, 32, 18, 32, 0, false, decode_iq4_nl},
-    {"mxfp4", Kind::q8, 32, 17, 32, 0, false, decode_mxfp4}, {"q4_z", Kind::q4, 32, 20, 32, 0, true, decode_q4_1, 4, true},
+    {"q6_k", Kind::q8, 256, 210, 16, 0, false, decode_q6_k}, {"q4_z", Kind::q4, 32, 20, 32, 0, true, decode_q4_1, 4, true},
+    {"iq4_nl", Kind::q4, 32, 18, 32, 0, false, decode_q4_0, 2, false, Table::iq4_nl},
+    {"mxfp4", Kind::q4, 32, 17, 32, 0, false, decode_mxfp4, 0, false, Table::mxfp4},
     {"q8_z", Kind::q8, 32, 36, 32, 0, true, decode_q8_z, 4, true}, {"fp8", Kind::fp8, 32, 36, 0, 0, false, nullptr},
 };
 
@@ -294,6 +281,7 @@ std::shared_ptr<Matrix> pack(const std::string& name, int rows, int cols, const 
   matrix->zero = format.zero;
   matrix->has_min = format.has_min;
   matrix->zero_points = format.zero_points;
+  matrix->table = format.table;
   if (format.group) matrix->activations = fast_activations ? Activations::fast : Activations::high;
   if (order) {
     matrix->order.assign(order, order + cols);
@@ -327,7 +315,8 @@ void unpack_row(const Matrix& m, int row, float scale, float* out) {
     for (int i = 0; i < m.group; ++i) {
       const int quad = m.kind == Kind::q4 ? i / 4 % 4 : i / 4;
       const uint8_t byte = block[quad * 64 + lane * 4 + i % 4];
-      const int quant = m.kind == Kind::q4 ? (i < 16 ? byte & 15 : byte >> 4) : int8_t(byte);
+      int quant = m.kind == Kind::q4 ? (i < 16 ? byte & 15 : byte >> 4) : int8_t(byte);
+      if (m.table != Table::none) quant = kTables[int(m.table)][quant];
       out[m.order.empty() ? start + i : m.order[start + i]] = (d * float(quant - m.zero) + minimum) * scale;
     }
   }

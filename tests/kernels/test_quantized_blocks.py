@@ -1,4 +1,4 @@
-"""Dequantized blocks equal those of the `gguf` package, bit for bit."""
+"""Dequantized blocks equal those of the `gguf` package, bit for bit; the CPU keeps nibbles as nibbles."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.kernels import Weight, quantization
+from outrider.kernels import Weight, cpu, quantization
+from outrider.kernels.cases import inputs
 
 OURS = ("q4_z", "q8_z", "fp8")  # formats that GGUF does not have
 QUANTISED = [kind for kind, block in quantization.FORMATS.items() if block.quantized and kind not in OURS]
@@ -77,3 +78,29 @@ def test_sizes_are_those_of_gguf(kind: str) -> None:
 def test_a_row_of_half_a_block_is_refused() -> None:
     with pytest.raises(ValueError, match="`q4_k`"):
         quantization.row_bytes("q4_k", 128)
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "iq4_nl", "mxfp4"])
+def test_nibbles_stay_nibbles_on_the_cpu(kind: str) -> None:
+    """With a half as their scale: 18 bytes for 32 weights."""
+    packed = cpu.matrix(inputs.random_weight(inputs.generator(1), kind, 48, 256))
+    assert (packed.kind, packed.bytes) == ("q4", 48 * 256 // 32 * 18)
+
+
+@pytest.mark.parametrize("kind", ["iq4_nl", "mxfp4"])
+def test_every_value_of_a_table_is_multiplied(kind: str) -> None:
+    """Unit rows return each weight of a matrix; its scales are powers of two that a half can hold."""
+    block = quantization.FORMATS[kind]
+    packed = np.random.default_rng(1).integers(0, 256, (32, 8 * block.bytes), dtype=np.uint8)
+    blocks = packed.reshape(-1, block.bytes)
+    exponents = np.arange(len(blocks), dtype=np.uint16) % 12
+    if kind == "mxfp4":
+        blocks[:, 0] = 120 + exponents
+    else:
+        blocks[:, :2] = (exponents + 8 << 10).view(np.uint8).reshape(-1, 2)
+    weight = Weight(kind, (32, 256), torch.from_numpy(packed))
+    matrix, expected = cpu.matrix(weight), quantization.dequantize(weight)
+    assert torch.equal(cpu.embed(matrix, torch.arange(32, dtype=torch.int32), 1.0), expected)
+    for rows in (1, 3, 8):
+        found = torch.cat([cpu.linear(part, matrix) for part in torch.eye(256).split(rows)])
+        torch.testing.assert_close(found, expected.T, rtol=1e-6, atol=0)
