@@ -339,10 +339,11 @@ def _finish(
     operation: tl.constexpr,
 ):
     """Apply the norm's scale to the sums, then bias, gate and residual, and store them."""
+    activation: tl.constexpr = operation.activation  # as an argument, the member of a constant is no constant
     if norm is not None:
         factor = tl.rsqrt(size / operation.columns + eps)[None, :]
         total, other_total = total * factor, other_total * factor
-    finish(total, other_total, biases, out, row, output, rows, outputs, operation.activation, operation.add)
+    finish(total, other_total, biases, out, row, output, rows, outputs, activation, operation.add)
 
 
 @triton.jit
