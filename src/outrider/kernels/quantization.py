@@ -88,6 +88,22 @@ def quantize_fp8(weight: Weight) -> Weight:
     return Weight("fp8", weight.shape, out)
 
 
+def quantize_int8(weight: Weight) -> Weight:
+    """Quantize a float matrix [N, K] to q8_0 on its own device: the bits that the native kernel writes."""
+    rows, columns = weight.shape
+    out = torch.empty(rows, row_bytes("q8_0", columns), dtype=torch.uint8, device=weight.data.device)
+    step = max(DEQUANTIZE_CHUNK // columns, 1)
+    for first in range(0, rows, step):
+        values = weight.data[first : first + step].to(torch.float32).reshape(-1, BLOCK)  # [X, 32]
+        scales = (values.abs().amax(1, keepdim=True) / 127).to(torch.float16)  # [X, 1]
+        inverse = torch.where(scales == 0, 0.0, 1 / scales.to(torch.float32))
+        quants = (values * inverse).clamp(-127, 127).nan_to_num(-127).round().to(torch.int8)
+        blocks = out[first : first + step].view(len(values), 2 + BLOCK)
+        blocks[:, :2] = scales.view(torch.uint8)
+        blocks[:, 2:] = quants.view(torch.uint8)
+    return Weight("q8_0", weight.shape, out)
+
+
 def _half(packed: Tensor) -> Tensor:
     """Bytes [X, 2n] that are n halves, as fp32 [X, n]."""
     return packed.contiguous().view(torch.float16).to(torch.float32)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -118,12 +117,12 @@ class Model:
     def head_rows(self, ids: Tensor) -> object:
         """Return the LM head rows of the tokens `ids` [U], in 8 bits if the head is quantized."""
         rows = self.ops.embed(self.head, ids.to(torch.int32), 1.0)  # [U, E]
-        weight = Weight("f32", tuple(rows.shape), rows.cpu())
+        weight = Weight("f32", tuple(rows.shape), rows)
         if FORMATS[self._head_kind].quantized:
             weight = quantize_weight(weight, "int8")
         elif self._head_kind != "f32":
             weight = Weight(self._head_kind, weight.shape, weight.data.to(FORMATS[self._head_kind].dtype))
-        return self.ops.matrix(replace(weight, data=weight.data.to(rows.device)))
+        return self.ops.matrix(weight)
 
     def default_aux_layers(self) -> tuple[int, int, int]:
         """Return the layers whose input EAGLE-3 heads read if their checkpoint names none."""

@@ -58,38 +58,33 @@ EMULATED_TILING = Tiling(128, PADDED, 4, 1)  # in the interpreter a tile costs t
 USUAL = {ROWS: Tiling(64, 256, 4, 3), 64: Tiling(128, 128, 8, 4, rows=64), 128: Tiling(128, 128, 8, 3, rows=128)}
 PROGRAMS = 200  # with fewer, columns are split, if programs have few rows
 FEWEST_STEPS = 4  # iterations of a program's loop that split-k leaves
-# Measured on an H200: (kind, N, K, gated, rows per program) of common models.
-TUNED: dict[tuple[str, int, int, bool, int], Tiling] = {
-    ("fp8", 6144, 4096, False, 16): Tiling(64, 128, 4, 6, parts=4),
-    ("fp8", 6144, 4096, False, 64): Tiling(64, 128, 4, 3, rows=64, parts=4),
-    ("fp8", 4096, 4096, False, 16): Tiling(64, 128, 2, 4, parts=4),
-    ("fp8", 4096, 4096, False, 64): Tiling(64, 128, 4, 4, rows=64, parts=4),
-    ("fp8", 28672, 4096, True, 16): Tiling(64, 256, 4, 3),
-    ("fp8", 28672, 4096, True, 64): Tiling(64, 128, 4, 3, rows=64),
-    ("fp8", 4096, 14336, False, 16): Tiling(64, 256, 4, 4, parts=4),
-    ("fp8", 4096, 14336, False, 64): Tiling(128, 128, 8, 4, rows=64, parts=4),
-    ("fp8", 128256, 4096, False, 16): Tiling(64, 256, 4, 3),
-    ("fp8", 128256, 4096, False, 64): Tiling(128, 128, 8, 4, rows=64),
-    ("int4", 6144, 4096, False, 16): Tiling(64, 128, 4, 4, parts=4),
-    ("int4", 6144, 4096, False, 64): Tiling(64, 128, 4, 3, rows=64, parts=4),
-    ("int4", 4096, 4096, False, 16): Tiling(64, 128, 2, 6, parts=4),
-    ("int4", 4096, 4096, False, 64): Tiling(64, 128, 4, 4, rows=64, parts=4),
-    ("int4", 28672, 4096, True, 16): Tiling(64, 256, 4, 4),
-    ("int4", 28672, 4096, True, 64): Tiling(128, 128, 8, 3, rows=64),
-    ("int4", 4096, 14336, False, 16): Tiling(128, 256, 4, 3, parts=8),
-    ("int4", 4096, 14336, False, 64): Tiling(128, 128, 8, 4, rows=64, parts=8),
-    ("int4", 128256, 4096, False, 16): Tiling(64, 256, 4, 3),
-    ("int4", 128256, 4096, False, 64): Tiling(128, 128, 8, 4, rows=64),
-    ("int8", 6144, 4096, False, 16): Tiling(64, 256, 4, 3, parts=4),
-    ("int8", 6144, 4096, False, 64): Tiling(128, 128, 8, 4, rows=64, parts=2),
-    ("int8", 4096, 4096, False, 16): Tiling(64, 128, 2, 4, parts=4),
-    ("int8", 4096, 4096, False, 64): Tiling(128, 128, 8, 4, rows=64, parts=4),
-    ("int8", 28672, 4096, True, 16): Tiling(64, 256, 4, 3),
-    ("int8", 28672, 4096, True, 64): Tiling(128, 128, 8, 4, rows=64),
-    ("int8", 4096, 14336, False, 16): Tiling(64, 128, 2, 4, parts=4),
-    ("int8", 4096, 14336, False, 64): Tiling(128, 128, 8, 4, rows=64, parts=4),
-    ("int8", 128256, 4096, False, 16): Tiling(64, 128, 4, 4),
-    ("int8", 128256, 4096, False, 64): Tiling(128, 128, 8, 4, rows=64),
+# Matrices of Llama-3.1-8B as N, K, gated: qkv, attention output, gate and up, down, LM head.
+SHAPES = ((6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False), (128256, 4096, False))
+# Measured on an H200 for SHAPES, by kind and rows per program: outputs, columns, warps, stages and parts of a Tiling.
+MEASURED = {
+    ("fp8", 16): ((64, 128, 4, 6, 4), (64, 128, 2, 4, 4), (64, 256, 4, 3, 1), (64, 256, 4, 4, 4), (64, 256, 4, 3, 1)),
+    ("fp8", 64): ((64, 128, 4, 3, 4), (64, 128, 4, 4, 4), (64, 128, 4, 3, 1), (128, 128, 8, 4, 4), (128, 128, 8, 4, 1)),
+    ("int4", 16): ((64, 128, 4, 4, 4), (64, 128, 2, 6, 4), (64, 256, 4, 4, 1), (128, 256, 4, 3, 8), (64, 256, 4, 3, 1)),
+    ("int4", 64): (
+        (64, 128, 4, 3, 4),
+        (64, 128, 4, 4, 4),
+        (128, 128, 8, 3, 1),
+        (128, 128, 8, 4, 8),
+        (128, 128, 8, 4, 1),
+    ),
+    ("int8", 16): ((64, 256, 4, 3, 4), (64, 128, 2, 4, 4), (64, 256, 4, 3, 1), (64, 128, 2, 4, 4), (64, 128, 4, 4, 1)),
+    ("int8", 64): (
+        (128, 128, 8, 4, 2),
+        (128, 128, 8, 4, 4),
+        (128, 128, 8, 4, 1),
+        (128, 128, 8, 4, 4),
+        (128, 128, 8, 4, 1),
+    ),
+}
+TUNED = {
+    (kind, *shape, rows): Tiling(outputs, columns, warps, stages, rows, parts)
+    for (kind, rows), tiles in MEASURED.items()
+    for shape, (outputs, columns, warps, stages, parts) in zip(SHAPES, tiles, strict=True)
 }
 
 
