@@ -125,7 +125,19 @@ def captured(llm: LLM, kind: str) -> list[Any]:
 
 # Written once, when the DecodeState is built. The rest is filled for each multi-step run or decode step.
 CONSTANT = {"ids", "starts", "query_starts", "parents", "num_drafted", "unsampled", "depths", "sampled"}
-HOLDERS = {"state", "drafter", "sampling", "batch", "verify_inputs", "chains", "integers", "floats", "seeds", "tables"}
+HOLDERS = {
+    "state",
+    "drafter",
+    "sampling",
+    "batch",
+    "verify_inputs",
+    "chains",
+    "integers",
+    "floats",
+    "seeds",
+    "tables",
+    "copies",
+}
 
 
 def spoil(tensor: Tensor) -> None:
@@ -202,7 +214,7 @@ def check_multi_step_runs(stage: Stage, method: str, llm: LLM) -> None:
         assert {key[1] for key in captured(llm, kind)} >= {8, 4}, kind  # five rows, and three
 
 
-@pytest.mark.parametrize("method", ["none", *HEADS, "modules", "rejection"])
+@pytest.mark.parametrize("method", ["none", "ngram", *HEADS, "modules", "rejection"])
 def test_multi_step_runs_read_nothing_stale(stage: Stage, method: str) -> None:
     check_multi_step_runs(stage, method, poisoned(stage.llm(method, "FULL")))
 

@@ -73,7 +73,12 @@ def test_plain_decoding_is_the_same_in_multi_step_runs(tiny_llm, decode_steps: i
 @FAST
 @pytest.mark.parametrize("draft", ["greedy", "probabilistic"])
 def test_every_method_drafts_the_same_in_multi_step_runs(tiny_llm, method: str, draft: str) -> None:
-    if method.partition(":")[0] in FINDING:
+    name = method.partition(":")[0]
+    if name == "ngram":
+        if draft == "greedy":
+            same(tiny_llm(speculate=method), tiny_llm(speculate=method, decode_steps=4))
+        return
+    if name in FINDING:
         llm = tiny_llm(speculate=method, decode_steps=4)
         runs = watch_runs(llm)
         llm.generate(PROMPTS, MULTI_STEP)

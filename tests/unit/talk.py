@@ -8,17 +8,29 @@ from typing import Any
 
 import torch
 
+from outrider.cache.pages import Pages
 from outrider.device import Cpu
+from outrider.kernels import reference
 from outrider.request import Request
 from outrider.speculation import DraftBatch, DraftContext, Proposer, find
 from outrider.types import SamplingParams
 
+PAGE_SIZE = 4
 NO_TOKENS = torch.empty(0, dtype=torch.int32)
 
 
 def make(name: str, coupled: bool = True, **options: Any) -> Any:
     module = find(name)
-    return module.build(module.Options(**options), SimpleNamespace(device=Cpu(), coupled=coupled))
+    pages = Pages(0, 1, PAGE_SIZE, 1, "float32", states=PAGE_SIZE)
+    target = SimpleNamespace(
+        device=Cpu(),
+        coupled=coupled,
+        ops=reference,
+        page_size=PAGE_SIZE,
+        kv_dtype="float32",
+        storage=lambda *_, states: pages,
+    )
+    return module.build(module.Options(**options), target)
 
 
 def request(prompt: Sequence[int], prediction: Sequence[int] = (), cache_salt: str = "") -> Request:

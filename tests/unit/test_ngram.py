@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from random import Random
+from typing import Any
+
 import pytest
 import talk
+import torch
 
 from outrider.errors import UserError
+from outrider.kernels import NgramLookup, TokenHistory, cpu, reference
 from outrider.speculation import find
-from outrider.speculation.drafters.lookup import MAX_MATCH
+from outrider.speculation.drafters.lookup import MAX_MATCH, RESUME_WINDOW
 
 # The situations that vLLM tests: text, shortest, longest, width, draft. Where one n-gram occurred several times it
 # takes the earliest place, we the latest; only the last row comes out differently, there as [100, 1].
@@ -28,6 +33,29 @@ SITUATIONS = [
 def test_situations(text: list[int], shortest: int, longest: int, width: int, draft: list[int]) -> None:
     ngram = talk.make("ngram", shortest=shortest, longest=longest, width=width, least=0)
     assert talk.say(ngram, talk.request(text[:-1]), text[-1]) == draft
+
+
+@pytest.mark.parametrize("ops", [reference, cpu])
+@pytest.mark.parametrize(("vocabulary", "options"), [(4, {}), (8, {"width": 3}), (3, {"shortest": 2, "longest": 5})])
+def test_the_lookup_on_the_device_finds_the_same_drafts(ops: Any, vocabulary: int, options: dict[str, int]) -> None:
+    random = Random(vocabulary)
+    for _ in range(12):
+        ngram = talk.make("ngram", **{"width": 8, **options})
+        one = talk.request([random.randrange(vocabulary) for _ in range(random.randrange(1, 30))])
+        width, settings = ngram.options.width, ngram.options
+        kept = torch.tensor(ngram.kept_tokens(width), dtype=torch.int32)
+        lookup = NgramLookup(settings.shortest, settings.longest, RESUME_WINDOW, kept)
+        copies = torch.full((1, 3), -1, dtype=torch.int32)
+        new = [random.randrange(vocabulary)]
+        for _ in range(40):
+            draft = talk.say(ngram, one, *new)
+            text = torch.tensor(one.prompt + one.output + [0] * (-one.length % 4), dtype=torch.int32)
+            history = TokenHistory(text, torch.arange(len(text) // 4, dtype=torch.int32)[None], 4)
+            last, limit = (torch.tensor([number], dtype=torch.int32) for number in (one.length - 1, 10_000))
+            found = ops.ngram_drafts(history, lookup, text[last.long()], last, limit, copies, width)
+            assert [token for token in found[0].tolist() if token >= 0] == draft
+            accepted = draft[: random.randrange(len(draft) + 1)] if random.random() < 0.8 else []
+            new = [*accepted, random.randrange(vocabulary)]
 
 
 def test_rows_of_one_step_do_not_mix() -> None:

@@ -17,7 +17,9 @@ from .structures import MlpLora as MlpLora
 from .structures import MlpWeights as MlpWeights
 from .structures import MoeWeights as MoeWeights
 from .structures import NextTokens as NextTokens
+from .structures import NgramLookup as NgramLookup
 from .structures import SamplingMetadata as SamplingMetadata
+from .structures import TokenHistory as TokenHistory
 from .structures import TopLogprobs as TopLogprobs
 from .structures import VerifyInputs as VerifyInputs
 from .structures import VerifyOutput as VerifyOutput

@@ -24,7 +24,9 @@ from .structures import (
     MlpWeights,
     MoeWeights,
     NextTokens,
+    NgramLookup,
     SamplingMetadata,
+    TokenHistory,
     TopLogprobs,
     VerifyInputs,
     VerifyOutput,
@@ -239,6 +241,28 @@ class Kernels(Protocol):
         """Return the `count` positions after positions [B] and their slots, both [B * count], row by row.
 
         Beyond `limit` positions, or beyond a row's page table: position 0 and slot -1.
+        """
+        ...
+
+    def ngram_drafts(
+        self,
+        history: TokenHistory,
+        lookup: NgramLookup,
+        newest: Tensor,
+        positions: Tensor,
+        max_lengths: Tensor,
+        copies: Tensor,
+        width: int,
+    ) -> Tensor:
+        """Return drafts [B, width] int32 that continue an earlier occurrence of the end of each text; -1: no token.
+
+        newest [B] int32: the last token of each text, at positions [B] int32; max_lengths [B] int32: as of DecodeState.
+        Rows without pages pad, and draft nothing.
+        The longest n-gram wins. Among its occurrences it is the first in the window where the last accepted copy
+        continues, else the latest. A copy that reaches the end of the text repeats itself.
+
+        copies [B, 3] int32 is updated: the position that the draft was copied from, the length of the text, and the
+        position where the last accepted copy continues; -1: none.
         """
         ...
 

@@ -261,6 +261,25 @@ class BlockInputs:
 
 
 @dataclass(frozen=True)
+class TokenHistory:
+    """The tokens of all texts, stored as KV is. The newest token of a text has no entry."""
+
+    tokens: Tensor  # [slots] int32
+    page_tables: Tensor  # [B, P] int32
+    page_size: int
+
+
+@dataclass(frozen=True)
+class NgramLookup:
+    """How drafts are copied from earlier occurrences of the last tokens of a text. Letter W: tokens of a draft."""
+
+    shortest: int  # tokens of the shortest n-gram that is looked up
+    longest: int  # tokens of the longest, at most M
+    window: int  # tokens after the end of the last accepted copy in which an occurrence is preferred
+    kept: Tensor  # [M + 1] int32: tokens of a draft that are worth verifying, by the length of the match, at most W
+
+
+@dataclass(frozen=True)
 class OwnKeys:
     """Keys that one group of queries attends to. Letters: A groups of N / A consecutive queries, S keys of each."""
 

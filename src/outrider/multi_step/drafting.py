@@ -50,6 +50,8 @@ class CapturedDrafting:
         if not runs.graphs.decoding or runs.eager_drafter or not self.spec_manager.can_multi_step(name):
             return None
         needs, widths = self.spec_manager.methods[name].needs, [context.num_draft_tokens for context in contexts]
+        if not needs.has_kv:
+            return None  # on the host a lookup is faster than the graphs
         size = runs.pages.page_size
         if any(len(context.request.pages) * size < context.computed + needs.lookahead for context in contexts):
             return None  # the drafter would miss the KV of its own tokens

@@ -314,6 +314,8 @@ class MultiStepRunner:
         for index, request in enumerate(requests):
             table[index, : len(request.pages)] = request.pages
         buffers.tables.fill(table.ravel())
+        if buffers.drafter is not None:
+            buffers.drafter.begin(rows)
         if buffers.verify_inputs.logits is not None:
             self._fill_logits(buffers.verify_inputs.logits.view(count, width + 1, -1)[:, 1:], rows)
         if buffers.requests != requests:

@@ -52,7 +52,7 @@ class RunPlanner:
         limits = [
             0 if longest is not None and request.length >= longest else min(request.width, most) for request in requests
         ]
-        if not (needs.costs_time and all(map(self.spec_manager.adapts, requests))):
+        if not all(map(self.spec_manager.adapts, requests)):
             return max(limits)
         best = max(self.controller.plan(requests, limits))
         return min(run_widths(max(limits)), key=lambda width: (abs(width - best), -width))

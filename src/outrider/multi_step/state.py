@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from ..kernels import Batch, SamplingMetadata
-from ..request import Request
+from ..request import Request, Row
 
 if TYPE_CHECKING:
     from ..speculation.interface import DraftContext
@@ -46,6 +46,10 @@ class StepDrafter(Protocol):
     """A drafter bound to one DecodeState."""
 
     logits: Tensor | None  # [B * (W + 1), V] f32: what drafts[b, w] was sampled from, in row b * (W + 1) + 1 + w
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        """Take over from the host before a run: the requests are the first rows, the others pad."""
+        ...
 
     def extend(self) -> None:
         """Read the accepted tokens of the batch, and the newest ones."""

@@ -279,8 +279,11 @@ class SpeculationManager:
                 )
 
     def can_multi_step(self, name: str) -> bool:
-        """Return whether requests of this method, or without one, can be decoded without the host."""
-        return not name or self.methods[name].needs.multi_step
+        """Return whether requests of this method, or without one, can be decoded without the host.
+
+        Methods that requests name beside the engine's have no graphs.
+        """
+        return not name or (name == self.plan.method and self.methods[name].needs.multi_step)
 
     # ---- latency ----
 

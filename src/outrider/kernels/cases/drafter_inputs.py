@@ -1,4 +1,4 @@
-"""Cases of next_tokens, draft_inputs, next_slots and block_inputs. Items are requests. See case.py."""
+"""Cases of next_tokens, draft_inputs, next_slots, block_inputs and ngram_drafts. Items are requests. See case.py."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..protocol import Kernels
+from ..structures import NgramLookup, TokenHistory
 from . import inputs as make
 from .case import Case, Run, listed
 
@@ -131,6 +132,51 @@ def block_inputs(name: str, width: int, limit: int = 1000, page_size: int = make
     return Case("block_inputs", name, len(steps), 0.0, build)
 
 
+def ngram_drafts(
+    name: str,
+    width: int,
+    vocabulary: int = 6,
+    shortest: int = 1,
+    longest: int = 3,
+    lengths: Sequence[int] = (1, 2, 3, 5, 17, 18, 40, 90),
+    page_size: int = make.PAGE,
+) -> Case:
+    """Texts of few different tokens, or of a period, that grow by some tokens between six drafts."""
+    added, most = (1, 3, 1, 5, 2), 24
+    pages = -(-(max(lengths) + sum(added)) // page_size)
+
+    def build(ops: Kernels, seed: int) -> Run:
+        random = make.generator(seed)
+        count = len(lengths)
+        texts = torch.randint(0, vocabulary, (count, pages * page_size), dtype=torch.int32, generator=random)
+        texts[1::3] = texts[1::3, :7].repeat(1, texts.shape[1])[:, : texts.shape[1]]  # they repeat themselves
+        tables = torch.randperm(count * pages, generator=random).reshape(count, pages).to(torch.int32)  # [B, P]
+        tokens = torch.empty(count * pages, page_size, dtype=torch.int32)
+        tokens[tables.long()] = texts.view(count, pages, page_size)
+        kept = torch.randint(0, width + 1, (most + 1,), dtype=torch.int32, generator=random)
+        lookup = NgramLookup(shortest, longest, 32, kept)
+
+        def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
+            rows = listed(items, count)
+            copies = torch.full((len(rows), 3), -1, dtype=torch.int32)
+            results = []
+            ends = [lengths[row] for row in rows]
+            for more in (0, *added):
+                ends = [end + more for end in ends]
+                last = _integers(ends) - 1  # [B]
+                limits = _integers([1 + lengths[row] + 15 - row for row in rows])
+                known = tokens.flatten().clone()
+                newest = texts[rows].gather(1, last[:, None].long())[:, 0]
+                history = TokenHistory(known, tables[rows], page_size)
+                results.append(ops.ngram_drafts(history, lookup, newest, last, limits, copies, width))
+                results.append(copies.clone())
+            return tuple(results)
+
+        return run
+
+    return Case("ngram_drafts", name, len(lengths), 0.0, build)
+
+
 def _tokens(seed: int, *shape: int) -> Tensor:
     return torch.randint(0, VOCABULARY, shape, dtype=torch.int32, generator=make.generator(seed))
 
@@ -174,4 +220,9 @@ DRAFTER_INPUT_CASES = [
     block_inputs("no masks", width=0),
     block_inputs("short limit", width=7, limit=100),
     block_inputs("one slot in a page", width=3, page_size=1),
+    ngram_drafts("eight tokens", width=8),
+    ngram_drafts("one token, few matches", width=1, vocabulary=40),
+    ngram_drafts("long n-grams", width=15, shortest=2, longest=6, vocabulary=3),
+    ngram_drafts("several blocks of positions", width=7, vocabulary=30, lengths=(1030, 2100, 9), page_size=64),
+    ngram_drafts("one slot in a page", width=3, lengths=(4, 9, 30), page_size=1),
 ]

@@ -30,6 +30,7 @@ from .layers import run_layers as run_layers
 from .layers import set_lora as set_lora
 from .layers import soft_cap as soft_cap
 from .layers import vector as vector
+from .lookup import ngram_drafts as ngram_drafts
 from .quantize import quantize_weight as quantize_weight
 from .recording import record as record
 from .runtime import Facts as Facts

@@ -21,6 +21,7 @@ from .layers import mlp_layer as mlp_layer
 from .layers import project_kv as project_kv
 from .layers import project_qkv as project_qkv
 from .layers import run_layers as run_layers
+from .lookup import ngram_drafts as ngram_drafts
 from .lora import lora_slots as lora_slots
 from .lora import set_lora as set_lora
 from .matmul import linear as linear

@@ -30,6 +30,7 @@ from .layers import run_layers as run_layers
 from .layers import set_lora as set_lora
 from .layers import soft_cap as soft_cap
 from .layers import vector as vector
+from .lookup import ngram_drafts as ngram_drafts
 from .recording import record as record
 from .sampling import mask_logits as mask_logits
 from .sampling import process_logits as process_logits

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...device import Device
 from ...kernels import SamplingMetadata
 from ...multi_step.state import DecodeState
-from ...request import Request
+from ...request import Request, Row
 from ..interface import DraftBatch, DraftContext
 from .draft_sampler import DraftSampler
 
@@ -263,6 +263,9 @@ class BoundDrafter(Generic[Inputs]):
         self.states: Tensor | None = None  # allocated by the first pass
         floats = state.hidden.shape[1] if keeps_latest else 0
         self.latest = torch.zeros(state.rows, floats, device=state.newest.device)
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        """Do nothing: `ready` says that the drafter has read the texts."""
 
     def extend(self) -> None:
         states = self.drafter.extend(self.drafter.state_inputs(self.state))

@@ -39,8 +39,8 @@ def min_path_acceptance(options: LookupOptions) -> float:
 class LookupDrafter(ABC, Generic[RequestState]):
     """A Proposer that reads only texts. It creates the state of a request with the first draft for it."""
 
-    def __init__(self, width: int, trees: bool = False) -> None:
-        self.needs = Needs(width=width, trees=trees)
+    def __init__(self, width: int, trees: bool = False, multi_step: bool = False) -> None:
+        self.needs = Needs(width=width, trees=trees, multi_step=multi_step)
         self.states: dict[Request, RequestState] = {}
 
     @abstractmethod
