@@ -41,6 +41,11 @@ OUTRIDER_ONE_COPY void weigh(float* scores, int first, int last, State state) {
   state.total = sum(sums);
 }
 
+// Multiply the scores or weights of a chunk by the scales of its keys or values, whole blocks of them.
+OUTRIDER_ONE_COPY void scale_scores(float* scores, int first, int last, const float* scales) {
+  for (int i = first / kBlock * kBlock; i < last; i += kBlock) store(scores + i, load(scores + i) * load(scales + i));
+}
+
 // Load the queries of a task, scaled and padded: [tokens][group][width].
 void load_queries(const View& view, const Task& task, float* to) {
   const int width = view.layer.head_dim;
@@ -77,11 +82,15 @@ void score_tree(const View& view, const Task& task, const TreeRange& tree_range,
     const Gemm gemm{workspace.queries, view.width, 0, view.layer.head_dim, workspace.tree_range, kBlock};
     multiply(gemm, (task.last - task.first) * view.group, panel, 0, 1);
     const float* found = workspace.tree_range;
-    float* scores = workspace.scores;
+    float *scores = workspace.scores, scales[kBlock];
+    if constexpr (Format::kScaled)
+      for (int i = 0; i < last - first; ++i) scales[i] = view.pages.key_scales[keys.index[i]] * Format::kUnit;
     for (int token = task.first; token < task.last; ++token)
       for (int member = 0; member < view.group; ++member, found += kBlock, scores += kChunk)
-        over_path(view, token, first, last, tree_range,
-                  [&](int ancestor, int i) { scores[i] = found[ancestor - first]; });
+        over_path(view, token, first, last, tree_range, [&](int ancestor, int i) {
+          scores[i] = found[ancestor - first];
+          if constexpr (Format::kScaled) scores[i] *= scales[ancestor - first];
+        });
   });
 }
 
@@ -94,14 +103,18 @@ void add_tree_values(const View& view, const Task& task, const TreeRange& tree_r
     const float *loaded[kBlock], *own[kChunk];
     load_values<Format, F32>(view, 0, last - first, values.at, workspace, loaded);
     for (int token = task.first; token < task.last; ++token) {
+      const size_t query = size_t(token - task.first) * view.group;
       int from = kChunk, to = 0;
       over_path(view, token, first, last, tree_range, [&](int ancestor, int i) {
         own[i] = loaded[ancestor - first];
         from = i;
         to = std::max(to, i + 1);
+        if constexpr (Format::kScaled)
+          for (int member = 0; member < view.group; ++member)
+            workspace.scores[(query + member) * kChunk + i] *=
+                view.pages.value_scales[values.index[ancestor - first]] * Format::kUnit;
       });
       from = std::max(from, view.first(token, tree_range.start));
-      const size_t query = size_t(token - task.first) * view.group;
       float* out = states + query * view.stride;
       const Gemm gemm{workspace.scores + query * kChunk, kChunk, from, to, out, view.stride};
       if (from < to) multiply<F32, true>(gemm, view.group, {own, 16, ahead, lines}, 0, view.width / 16);
@@ -135,13 +148,24 @@ void attend_rows(const View& view, const Task& task, int start, int from, int to
     clear(view, (task.last - task.first) * view.group, states);  // add_tree_values adds to the states
     score_tree<Format>(view, task, tree_range, panel, workspace);
   }
-  over_runs(view, task, start, to, 1, [&](int query, int queries, int first, int last) {
-    for (int i = query; i < query + queries; ++i) {
-      float* scores = workspace.scores + size_t(i) * kChunk;
-      if (view.layer.soft_cap > 0) cap_scores(scores, first, last, view.layer.soft_cap);
-      weigh(scores, first, last, State(states + size_t(i) * view.stride, width));
-    }
-  });
+  const auto weigh_scores = [&](const float* key_scales, const float* value_scales) {
+    over_runs(view, task, start, to, 1, [&](int query, int queries, int first, int last) {
+      for (int i = query; i < query + queries; ++i) {
+        float* scores = workspace.scores + size_t(i) * kChunk;
+        if (key_scales) scale_scores(scores, first, last, key_scales);
+        if (view.layer.soft_cap > 0) cap_scores(scores, first, last, view.layer.soft_cap);
+        weigh(scores, first, last, State(states + size_t(i) * view.stride, width));
+        if (value_scales) scale_scores(scores, first, last, value_scales);
+      }
+    });
+  };
+  if constexpr (Format::kScaled) {
+    const ChunkScales key_scales(view, task, view.pages.key_scales, Format::kUnit, start, from, tree_range.from);
+    const ChunkScales value_scales(view, task, view.pages.value_scales, Format::kUnit, start, from, tree_range.from);
+    weigh_scores(key_scales.at, value_scales.at);
+  } else {
+    weigh_scores(nullptr, nullptr);
+  }
   const Element* loaded[kChunk];
   load_values<Format, Loaded>(view, from, tree_range.from, values.at, workspace, loaded);
   over_runs(view, task, start, tree_range.from, 1, [&](int query, int queries, int first, int last) {
@@ -177,6 +201,8 @@ void attend_chunk(const View& view, const Task& task, int chunk, const Workspace
   const KvType dtype = view.pages.dtype;
   const auto attend_as = dtype == KvType::f16    ? attend_format<F16>
                          : dtype == KvType::bf16 ? attend_format<BF16>
+                         : dtype == KvType::i8   ? attend_format<I8>
+                         : dtype == KvType::fp8  ? attend_format<FP8>
                                                  : attend_format<F32>;
   attend_as(view, task, start, from, to, workspace, states);
 }

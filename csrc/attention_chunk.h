@@ -70,11 +70,14 @@ struct Workspace {  // buffers of the calling thread
 };
 
 OUTRIDER_INLINE size_t bytes_of_row(const View& view) {
-  return size_t(view.layer.head_dim) * (view.pages.dtype == KvType::f32 ? 4 : 2);
+  return size_t(view.layer.head_dim) * bytes_of(view.pages.dtype);
+}
+// Index of a token's head in the pages.
+OUTRIDER_INLINE size_t row_index(const View& view, const Task& task, int page, int line) {
+  return (size_t(page) * view.layer.kv_heads + task.head) * view.pages.page_size + line;
 }
 OUTRIDER_INLINE const char* row_at(const View& view, const Task& task, const void* pages, int page, int line) {
-  const size_t head = size_t(page) * view.layer.kv_heads + task.head;
-  return static_cast<const char*>(pages) + (head * view.pages.page_size + line) * bytes_of_row(view);
+  return static_cast<const char*>(pages) + row_index(view, task, page, line) * bytes_of_row(view);
 }
 
 // Addresses of the rows of positions [from, to) of the chunk at `start`, which all tokens share; the other entries
@@ -96,9 +99,25 @@ struct ChunkRows {
   }
 };
 
-// Addresses of the rows of up to sixteen tokens; the other entries repeat the first.
+// Scales of the rows of positions [from, to) of the chunk at `start`; 1 for the other positions.
+struct ChunkScales {
+  alignas(64) float at[kChunk];
+  ChunkScales(const View& view, const Task& task, const float* scales, float unit, int start, int from, int to) {
+    const int32_t* table = view.batch.page_tables + size_t(task.row) * view.batch.table_width;
+    const int size = view.pages.page_size;
+    std::fill(at, at + kChunk, 1.0f);
+    for (int i = from; i < to;) {
+      const int line = (start + i) % size, end = std::min(i - line + size, to);
+      const float* row = scales + row_index(view, task, table[(start + i) / size], line);
+      for (; i < end; ++i) at[i] = *row++ * unit;
+    }
+  }
+};
+
+// Addresses of the rows of up to sixteen tokens, and their indices; the other entries repeat the first.
 struct TokenRows {
   const char* at[kBlock];
+  size_t index[kBlock];
   TokenRows(const View& view, const Task& task, const void* pages, int first, int last) {
     const Batch& batch = view.batch;
     const int32_t* table = batch.page_tables + size_t(task.row) * batch.table_width;
@@ -106,7 +125,8 @@ struct TokenRows {
     for (int token = first; token < last; ++token) {
       const int slot = batch.slots[token], position = batch.positions[token];
       const int page = slot < 0 ? table[position / size] : slot / size;
-      at[token - first] = row_at(view, task, pages, page, (slot < 0 ? position : slot) % size);
+      index[token - first] = row_index(view, task, page, (slot < 0 ? position : slot) % size);
+      at[token - first] = static_cast<const char*>(pages) + index[token - first] * bytes_of_row(view);
     }
     std::fill(at + (last - first), at + kBlock, at[0]);
   }

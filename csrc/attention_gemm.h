@@ -8,18 +8,33 @@
 
 namespace outrider::LEVEL {
 
-// Conversions of page elements to f32.
+// Conversions of page elements to f32. kScaled: a token's head has a scale, which counts `kUnit` times.
 struct F32 {
   using Element = float;
+  static constexpr bool kScaled = false;
   static OUTRIDER_MEMBER f32x16 widen(const float* from) { return load(from); }
 };
 struct F16 {
   using Element = uint16_t;
+  static constexpr bool kScaled = false;
   static OUTRIDER_MEMBER f32x16 widen(const uint16_t* from) { return load_f16(from); }
 };
 struct BF16 {
   using Element = uint16_t;
+  static constexpr bool kScaled = false;
   static OUTRIDER_MEMBER f32x16 widen(const uint16_t* from) { return load_bf16(from); }
+};
+struct I8 {
+  using Element = int8_t;
+  static constexpr bool kScaled = true;
+  static constexpr float kUnit = 1.0f;
+  static OUTRIDER_MEMBER f32x16 widen(const int8_t* from) { return load_i8(from); }
+};
+struct FP8 {
+  using Element = uint8_t;
+  static constexpr bool kScaled = true;
+  static constexpr float kUnit = 256.0f;  // load_fp8 divides by it
+  static OUTRIDER_MEMBER f32x16 widen(const uint8_t* from) { return load_fp8(from); }
 };
 
 // Not memcpy: the compiler may route it through integer registers.
@@ -27,6 +42,13 @@ typedef float unaligned __attribute__((vector_size(4 * kWidth), aligned(4), may_
 OUTRIDER_INLINE f32 load_part(const float* from) { return *reinterpret_cast<const unaligned*>(from); }
 OUTRIDER_INLINE void store_part(float* to, const f32& value) { *reinterpret_cast<unaligned*>(to) = value; }
 
+typedef uint8_t u8x16 __attribute__((vector_size(16)));
+OUTRIDER_INLINE u8x16 zip_low(u8x16 a, u8x16 b) {
+  return OUTRIDER_PICK(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+}
+OUTRIDER_INLINE u8x16 zip_high(u8x16 a, u8x16 b) {
+  return OUTRIDER_PICK(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+}
 typedef uint16_t u16x8 __attribute__((vector_size(16)));
 OUTRIDER_INLINE u16x8 zip_low(u16x8 a, u16x8 b) { return OUTRIDER_PICK(a, b, 0, 8, 1, 9, 2, 10, 3, 11); }
 OUTRIDER_INLINE u16x8 zip_high(u16x8 a, u16x8 b) { return OUTRIDER_PICK(a, b, 4, 12, 5, 13, 6, 14, 7, 15); }
@@ -47,15 +69,17 @@ OUTRIDER_INLINE void transpose_square(const Element* const* rows, int at, Elemen
   };
   step(now, next);
   step(next, now);
-  if (size == 8) step(now, next);
+  if (size >= 8) step(now, next);
+  if (size == 16) step(next, now);
   const Vector* last = size == 8 ? next : now;
   unroll<size>([&](auto i) OUTRIDER_LAMBDA { memcpy(to + 16 * i, &last[i], sizeof(Vector)); });
 }
 
-// to[i][j] = rows[j][i] for sixteen rows of `width` elements, a multiple of eight.
+// to[i][j] = rows[j][i] for sixteen rows of `width` elements, a multiple of sixteen.
 template <class Element>
 void transpose(const Element* const* rows, int width, Element* to) {
-  using Vector = std::conditional_t<sizeof(Element) == 2, u16x8, f32x4>;
+  using Wide = std::conditional_t<sizeof(Element) == 2, u16x8, f32x4>;
+  using Vector = std::conditional_t<sizeof(Element) == 1, u8x16, Wide>;
   constexpr int size = sizeof(Vector) / sizeof(Element);
   for (int at = 0; at < width; at += size)
     for (int row = 0; row < 16; row += size) transpose_square<Vector>(rows + row, at, to + 16 * at + row);

@@ -253,11 +253,20 @@ void bind_batch(nb::module_& module) {
            nb::kw_only(), "positions"_a, "slots"_a, "query_starts"_a, "page_tables"_a, "parents"_a, "adapters"_a,
            "tokens"_a, "rows"_a, "table_width"_a)
       .def_ro("tokens", &Batch::tokens);
-  nb::class_<Pages>(module, "Pages", "The key/value storage of a layer; dtype 0 is f32, 1 f16, 2 bf16.")
-      .def(nb::new_([](Address keys, Address values, int dtype, int pages, int kv_heads, int page_size, int head_dim) {
-             return Pages{at<void>(keys), at<void>(values), KvType(dtype), pages, kv_heads, page_size, head_dim};
+  nb::class_<Pages>(module, "Pages", "The key/value storage of a layer; dtype 0 is f32, 1 f16, 2 bf16, 3 i8, 4 fp8.")
+      .def(nb::new_([](Address keys, Address values, Address key_scales, Address value_scales, int dtype, int pages,
+                       int kv_heads, int page_size, int head_dim) {
+             return Pages{at<void>(keys),
+                          at<void>(values),
+                          at<float>(key_scales),
+                          at<float>(value_scales),
+                          KvType(dtype),
+                          pages,
+                          kv_heads,
+                          page_size,
+                          head_dim};
            }),
-           nb::kw_only(), "keys"_a, "values"_a, "dtype"_a, "pages"_a, "kv_heads"_a, "page_size"_a, "head_dim"_a);
+           nb::kw_only(), "keys"_a, "values"_a, "key_scales"_a, "value_scales"_a, "dtype"_a, "pages"_a, "kv_heads"_a, "page_size"_a, "head_dim"_a);
 }
 
 // Layers with their storage, run in sequence without returning to Python.

@@ -41,6 +41,14 @@ static inline uint16_t float_to_bf16(float value) {
   return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+// Convert a finite number of at most 464 to e4m3.
+static inline uint8_t float_to_fp8(float value) {
+  const uint32_t bits = float_to_bits(value), magnitude = bits & 0x7fffffff;
+  const uint8_t sign = uint8_t((bits >> 24) & 0x80);
+  if (magnitude < 0x3c800000) return sign | uint8_t(std::nearbyint(bits_to_float(magnitude) * 0x1p9f));  // below 2^-6
+  return sign | uint8_t((magnitude - 0x3c000000 + 0x7ffff + ((magnitude >> 20) & 1)) >> 20);
+}
+
 // Shift the bits of an e4m3 byte into a half: 2^-8 times its value.
 constexpr uint16_t fp8_to_half(uint8_t bits) { return uint16_t((bits & 0x80) << 8 | (bits & 0x7f) << 7); }
 

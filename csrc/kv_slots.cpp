@@ -47,15 +47,19 @@ void check_slots(const Pages& pages, const int32_t* slots, int count) {
 
 void copy_slot(const Pages& pages, int source, int target) {
   const int size = pages.page_size;
-  const size_t bytes = size_t(pages.head_dim) * (pages.dtype == KvType::f32 ? 4 : 2);
-  const auto offset = [&](int slot, int head) {
-    return ((size_t(slot / size) * pages.kv_heads + head) * size + slot % size) * bytes;
+  const size_t bytes = size_t(pages.head_dim) * bytes_of(pages.dtype);
+  const auto row = [&](int slot, int head) {
+    return (size_t(slot / size) * pages.kv_heads + head) * size + slot % size;
   };
-  for (int head = 0; head < pages.kv_heads; ++head)
+  for (int head = 0; head < pages.kv_heads; ++head) {
+    const size_t from = row(source, head), to = row(target, head);
     for (void* storage : {pages.keys, pages.values}) {
       char* base = static_cast<char*>(storage);
-      memmove(base + offset(target, head), base + offset(source, head), bytes);
+      memmove(base + to * bytes, base + from * bytes, bytes);
     }
+    for (float* scales : {pages.key_scales, pages.value_scales})
+      if (scales) scales[to] = scales[from];
+  }
 }
 
 }  // namespace

@@ -68,7 +68,10 @@ void unpack_row(const Matrix& matrix, int row, float scale, float* out);  // deq
 // Quantize f32, f16 or bf16 weights, a multiple of 32, into blocks of q8_0, q5_1 or q4_1; see quantize.cpp.
 void quantize(const std::string& from, const std::string& to, int64_t weights, const void* source, void* target);
 
-enum class KvType : int { f32, f16, bf16 };  // element type of the key/value pages
+enum class KvType : int { f32, f16, bf16, i8, fp8 };  // element type of the key/value pages
+constexpr size_t bytes_of(KvType dtype) {
+  return dtype == KvType::f32 ? 4 : dtype == KvType::i8 || dtype == KvType::fp8 ? 1 : 2;
+}
 
 // Low-rank adapters over one matrix [N, K], by slot. Slots are filled and emptied between steps.
 struct LoraSlots {
@@ -122,7 +125,8 @@ struct Batch {
 };
 
 struct Pages {
-  void *keys, *values;  // [pages][G][S][D]
+  void *keys, *values;                // [pages][G][S][D]
+  float *key_scales, *value_scales;  // [pages][G][S], of i8 and fp8: the value of 1 in a token's head; else null
   KvType dtype;
   int pages, kv_heads, page_size, head_dim;
   int slots() const { return pages * page_size; }

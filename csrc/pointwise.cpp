@@ -72,6 +72,28 @@ void finish_heads(const Attention& layer, float* x, int heads, const float* bias
   }
 }
 
+// Quantize a head as quantize_heads of kv_quantization.py does. Return its scale.
+float quantize_head(KvType dtype, const float* x, int width, uint8_t* to) {
+  const float limit = dtype == KvType::i8 ? 127.0f : 448.0f;
+  f32x16 tops = splat(0.0f), zeros = splat(0.0f);
+  for (int i = 0; i < width; i += 16) {
+    const f32x16 values = load_some(x + i, width - i);
+    tops = max(as_float(as_bits(values) & splat(uint32_t(0x7fffffff))), tops);
+    zeros = fma(values, splat(0.0f), zeros);  // NaN if a value is not finite
+  }
+  const float top = largest_lane(tops), scale = top / limit + sum(zeros);
+  if (!(top >= 1e-30f) || !std::isfinite(scale)) {
+    memset(to, 0, size_t(width));
+    return scale;
+  }
+  const float factor = limit / top;
+  if (dtype == KvType::i8)
+    for (int i = 0; i < width; ++i) to[i] = uint8_t(int8_t(std::nearbyint(x[i] * factor)));
+  else
+    for (int i = 0; i < width; ++i) to[i] = float_to_fp8(x[i] * factor);
+  return scale;
+}
+
 void store_head(void* pages, KvType dtype, size_t offset, const float* x, int width) {
   if (dtype == KvType::f32) {
     memcpy(static_cast<float*>(pages) + offset, x, size_t(width) * sizeof(float));
@@ -99,9 +121,16 @@ void store_token(const Attention& layer, const Pages& pages, int slot, int posit
   add_bias(value, layer.value_bias, layer.kv_heads * layer.head_dim);
   const int width = layer.head_dim, page = slot / pages.page_size, line = slot % pages.page_size;
   for (int head = 0; head < layer.kv_heads; ++head) {
-    const size_t offset = ((size_t(page) * layer.kv_heads + head) * pages.page_size + line) * width;
-    store_head(pages.keys, pages.dtype, offset, key + size_t(head) * width, width);
-    store_head(pages.values, pages.dtype, offset, value + size_t(head) * width, width);
+    const size_t row = (size_t(page) * layer.kv_heads + head) * pages.page_size + line, offset = row * width;
+    const float *own_key = key + size_t(head) * width, *own_value = value + size_t(head) * width;
+    if (pages.key_scales) {
+      uint8_t *keys = static_cast<uint8_t*>(pages.keys), *values = static_cast<uint8_t*>(pages.values);
+      pages.key_scales[row] = quantize_head(pages.dtype, own_key, width, keys + offset);
+      pages.value_scales[row] = quantize_head(pages.dtype, own_value, width, values + offset);
+    } else {
+      store_head(pages.keys, pages.dtype, offset, own_key, width);
+      store_head(pages.values, pages.dtype, offset, own_value, width);
+    }
   }
 }
 

@@ -233,6 +233,28 @@ OUTRIDER_INLINE f32x16 load_fp8(const uint8_t* from) {
 #endif
   return out;
 }
+OUTRIDER_INLINE f32x16 load_i8(const int8_t* from) {
+  f32x16 out;
+#if defined(__ARM_NEON)
+  const int8x16_t bytes = vld1q_s8(from);
+  const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_high_s8(bytes);
+  out.part[0] = (f32)vcvtq_f32_s32(vmovl_s16(vget_low_s16(low)));
+  out.part[1] = (f32)vcvtq_f32_s32(vmovl_high_s16(low));
+  out.part[2] = (f32)vcvtq_f32_s32(vmovl_s16(vget_low_s16(high)));
+  out.part[3] = (f32)vcvtq_f32_s32(vmovl_high_s16(high));
+#elif defined(__AVX512F__)
+  out.part[0] = (f32)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__AVX2__)
+  OUTRIDER_EACH(i) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + 8 * i));
+    out.part[i] = (f32)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+  }
+#else
+  OUTRIDER_EACH(i)
+    for (int lane = 0; lane < kWidth; ++lane) out.part[i][lane] = from[i * kWidth + lane];
+#endif
+  return out;
+}
 OUTRIDER_INLINE f32x16 load_f16(const uint16_t* from) {
   f32x16 out;
   OUTRIDER_EACH(i) out.part[i] = load_f16_part(from + i * kWidth);

@@ -12,6 +12,8 @@ from .errors import UserError
 from .validation import check_type
 
 DTYPES = ("float32", "float16", "bfloat16")
+KV_DTYPES = (*DTYPES, "int8", "fp8")
+KV_DTYPE_ALIASES = {"fp8_e4m3": "fp8"}  # vLLM's name of the same format
 BACKENDS = ("cpu", "cuda", "reference")
 QUANTIZE = ("int8", "int4", "fp8")
 STORED_FORMATS = {  # vLLM's value of `quantization` -> format that a checkpoint states
@@ -31,10 +33,11 @@ NO_PIECEWISE = ", but a step is captured whole or not at all, since pieces would
 
 OPTION_ALIASES = {  # other name -> name in EngineConfig
     "rounds": "decode_steps",  # deprecated alias
-    "max_model_len": "max_context",  # this and the next three: vLLM's names
+    "max_model_len": "max_context",  # this and the next four: vLLM's names
     "quantization": "quantize",
     "max_num_seqs": "max_requests",
     "max_num_batched_tokens": "max_step_tokens",
+    "kv_cache_dtype": "kv_dtype",
 }
 
 
@@ -47,7 +50,7 @@ class EngineConfig:
     backend: str = "auto"  # cpu; cuda: an NVIDIA GPU; reference: plain torch, slow; auto: cuda if supported, else cpu
     quantize: str | None = None  # int8, int4, fp8: quantize float weights; awq, gptq, ...: the checkpoint's format
     activations: str = "auto"  # cpu, quantized weights: high or fast (int8); auto: by the instruction set
-    kv_dtype: str = "auto"  # float32, float16, bfloat16
+    kv_dtype: str = "auto"  # float32, float16, bfloat16; int8 or fp8 (e4m3): quantized, half the memory
     max_context: int | None = None  # limit on prompt and output together, in tokens; None: the trained context
     max_requests: int = 64  # requests in one step
     max_step_tokens: int | None = None  # tokens in one step, longer prompts are chunked; None: the device's default
@@ -105,6 +108,7 @@ class EngineOptions(TypedDict, total=False):
     quantization: str | None
     max_num_seqs: int
     max_num_batched_tokens: int | None
+    kv_cache_dtype: str
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,20 @@ class ResolvedConfig:
     prefix_cache: bool
     decode_steps: int
     seed: int
+    kv_bytes_per_token: int = 0  # of the key/value cache, in all layers, including the drafter's
+
+    @property
+    def kv_memory(self) -> str:
+        """Describe the memory of the key/value cache: per token, in all, and of one text as long as the context."""
+        each, tokens = self.kv_bytes_per_token, self.pages * self.page_size
+        return (
+            f"{each} bytes per token ({self.kv_dtype}), {_size(tokens * each)} for {tokens} tokens, "
+            f"{_size(self.max_context * each)} for a context of {self.max_context}"
+        )
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 10**9 else f"{count / 1e6:.1f} MB"
 
 
 def current_names(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,8 +187,8 @@ def check(config: EngineConfig) -> None:
         check_type(field.name, getattr(config, field.name), str(field.type))
     if config.backend not in ("auto", *BACKENDS):
         raise UserError(f"`backend` is `{config.backend}`: expected auto or one of {', '.join(BACKENDS)}")
-    if config.kv_dtype not in ("auto", *DTYPES):
-        raise UserError(f"`kv_dtype` is `{config.kv_dtype}`: expected auto or one of {', '.join(DTYPES)}")
+    if config.kv_dtype not in ("auto", *KV_DTYPES, *KV_DTYPE_ALIASES):
+        raise UserError(f"`kv_dtype` is `{config.kv_dtype}`: expected auto or one of {', '.join(KV_DTYPES)}")
     if config.quantize is not None and config.quantize not in (*QUANTIZE, *STORED_FORMATS):
         raise UserError(
             f"`quantize` is `{config.quantize}`: expected {', '.join(QUANTIZE)}, which quantize float weights while "
@@ -195,7 +213,7 @@ def check(config: EngineConfig) -> None:
 def kv_dtype(config: EngineConfig, float32_weights: bool) -> str:
     """Resolve the dtype of the key/value cache: float16, except for models with float32 weights."""
     if config.kv_dtype != "auto":
-        return config.kv_dtype
+        return KV_DTYPE_ALIASES.get(config.kv_dtype, config.kv_dtype)
     return "float32" if float32_weights else "float16"
 
 
@@ -213,6 +231,19 @@ def _windows_fit(config: EngineConfig, facts: DeviceFacts, pages: int) -> bool:
     return facts.window > 0 and pages * config.page_size >= held
 
 
+def _too_long(config: EngineConfig, facts: DeviceFacts, held: int) -> str:
+    """Say that the keys and values of `max_context` tokens do not fit, and what does."""
+    if config.cache_tokens is not None:
+        given = f"`max_context` is {config.max_context}, but `cache_tokens` is {config.cache_tokens}"
+        return f"{given}: raise it, or pass {held}"
+    each, context = facts.cache_bytes_per_token, config.max_context or facts.trained_context
+    smaller = "" if facts.kv_dtype in ("int8", "fp8") else ", or `kv_dtype=int8`, which takes half the memory"
+    return (
+        f"`max_context` is {context}, whose keys and values take {_size(context * each)} ({each} bytes per token, "
+        f"{facts.kv_dtype}), but the memory left for them is {_size(held * each)}: pass {held} or less{smaller}"
+    )
+
+
 def resolve(config: EngineConfig, facts: DeviceFacts) -> ResolvedConfig:
     """Fill in the options that the user left open; refuse those that do not fit the model or the memory."""
     context = config.max_context or facts.trained_context
@@ -224,18 +255,21 @@ def resolve(config: EngineConfig, facts: DeviceFacts) -> ResolvedConfig:
     tokens = config.cache_tokens
     if tokens is None:
         affordable = int(facts.free_bytes * (config.cache_share or facts.cache_share)) // facts.cache_bytes_per_token
-        tokens = min(affordable, context * config.max_requests)
+        tokens = min(affordable, -(-context // config.page_size) * config.page_size * config.max_requests)
     pages = tokens // config.page_size
     if pages < 1:
         remedy = "free some memory, or pass `quantize=int4`" if config.cache_tokens is None else "raise `cache_tokens`"
         raise UserError(
             f"the key/value cache would hold {tokens} tokens, less than one page of {config.page_size}: {remedy}"
         )
+    held = pages * config.page_size
+    if config.max_context is not None and tokens < context and not _windows_fit(config, facts, pages):
+        raise UserError(_too_long(config, facts, held))
     return ResolvedConfig(
         model=config.model,
         backend=facts.backend,
         kv_dtype=facts.kv_dtype,
-        max_context=context if _windows_fit(config, facts, pages) else min(context, pages * config.page_size),
+        max_context=context if _windows_fit(config, facts, pages) else min(context, held),
         max_requests=config.max_requests,
         max_step_tokens=step_tokens(config, facts),
         page_size=config.page_size,
@@ -243,4 +277,5 @@ def resolve(config: EngineConfig, facts: DeviceFacts) -> ResolvedConfig:
         prefix_cache=config.prefix_cache,
         decode_steps=config.decode_steps or facts.decode_steps,
         seed=config.seed,
+        kv_bytes_per_token=facts.cache_bytes_per_token,
     )

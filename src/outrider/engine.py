@@ -14,7 +14,7 @@ from .cache.pages import Pages
 from .catalog import with_revision
 from .config import DeviceFacts, EngineConfig, ResolvedConfig
 from .detokenizer import ParentRequest, error_text
-from .device import choose_backend, open_device, single_threaded_torch, within_memory
+from .device import check_kv_dtype, choose_backend, open_device, single_threaded_torch, within_memory
 from .device.graphs import Graphs
 from .errors import UserError
 from .input_processor import InputProcessor, Prompt, PromptInput, end_tokens, read_prompt
@@ -68,6 +68,7 @@ class Engine:
         for name, path in (config.lora or {}).items():
             self.adapters.add(name, str(path))
         dtype = configuration.kv_dtype(config, checkpoint.float32 and config.quantize is None)
+        check_kv_dtype(backend, dtype)
         progress(0, 2, "warming up")
         self.spec_manager = self._make_spec_manager(config, speculation, dtype)
         shape = self.model.config
@@ -75,6 +76,7 @@ class Engine:
         storages = [pages, *self.spec_manager.target.storages]
         graphs = Graphs(self.device, "NONE" if config.enforce_eager else config.cudagraph_mode)
         self.resolved = self._resolve(config, backend, dtype, storages)
+        log.info("key/value cache: %s", self.resolved.kv_memory)
         progress(1, 2, "warming up")
         for storage in storages:
             storage.allocate(self.resolved.pages, self.device)
@@ -285,8 +287,10 @@ class Engine:
 
     def _profile_run(self, config: EngineConfig, facts: DeviceFacts, storages: list[Pages]) -> None:
         """Run the largest steps over a cache that just holds them, to measure the memory that they take."""
-        tokens = min(configuration.step_tokens(config, facts), config.max_context or facts.trained_context)
-        small = replace(config, cache_tokens=tokens + 2 * config.page_size)
+        context = config.max_context or facts.trained_context
+        tokens = min(configuration.step_tokens(config, facts), context)
+        held = tokens + 2 * config.page_size
+        small = replace(config, cache_tokens=held, max_context=min(context, held))
         resolved = configuration.resolve(small, facts)
         for storage in storages:
             storage.allocate(resolved.pages, self.device)

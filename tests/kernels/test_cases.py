@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels import cpu, reference
+from outrider.kernels import Kernels, cpu, reference
 from outrider.kernels.cases import CASES, Case, difference, inputs, layers
+from outrider.kernels.kv_quantization import quantize_heads
 
 EACH = pytest.mark.parametrize("case", CASES, ids=[f"{case.op}: {case.name}" for case in CASES])
 SEED = 1
@@ -40,6 +41,29 @@ def test_difference_detects_errors() -> None:
     half = torch.tensor([1.0, 2.0]).half()
     assert difference(half * (1 + 2**-10), half) == 0
     assert difference(half * (1 + 2**-8), half) > 1e-3
+
+
+@pytest.mark.parametrize("ops", [cpu, reference], ids=["cpu", "reference"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("head_dim", [8, 64, 80])
+def test_stored_numbers_are_those_that_float_pages_would_give(ops: Kernels, dtype: torch.dtype, head_dim: int) -> None:
+    random, shape = inputs.generator(3), inputs.Shape(heads=2, kv_heads=2, head_dim=head_dim)
+    weights = inputs.attention_weights(random, "f32", shape, ["rotary"])
+    layer, batch = ops.attention_layer(weights), inputs.random_batch(random, layers.MIXED)
+    x = inputs.normal(random, len(batch.tokens), shape.width) * torch.logspace(-40, 4, len(batch.tokens))[:, None]
+    x[3], x[5, 1] = 0, torch.inf
+    floats, found = (inputs.random_pages(random, batch, shape, each) for each in (torch.float32, dtype))
+    for pages in (floats, found):
+        ops.project_qkv(x, layer, batch, pages)
+    at = batch.slots.long() // inputs.PAGE, slice(None), batch.slots.long() % inputs.PAGE
+    for values, numbers, scales in (
+        (floats.keys, found.keys, found.key_scales),
+        (floats.values, found.values, found.value_scales),
+    ):
+        expected, expected_scales = quantize_heads(values[at], dtype)
+        assert torch.equal(numbers[at].view(torch.uint8), expected.view(torch.uint8))
+        assert scales is not None and torch.equal(scales[at].nan_to_num(7), expected_scales.nan_to_num(7))
+        assert scales[at][5].isnan().all() and not scales[at][:5].isnan().any()
 
 
 def test_projections_write_only_the_slots_of_their_tokens(level: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from outrider.kernels import Kernels, LayerPages, cpu, reference
+from outrider.kernels import Kernels, cpu, reference
 from outrider.kernels.cases import CASES, Case, Run, inputs, layers, logits
 from outrider.kernels.cpu import _native
 from outrider.kernels.quantization import FORMATS
@@ -78,7 +78,7 @@ def test_results_do_not_depend_on_threads(case: Case, level: str, threads: None)
 
 
 @pytest.mark.parametrize("ops", [cpu, reference], ids=["cpu", "reference"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
 def test_a_prompt_in_chunks_leaves_the_same_keys_and_states(ops: Kernels, dtype: torch.dtype) -> None:
     random = inputs.generator(4)
     layer = ops.attention_layer(inputs.attention_weights(random, "q8_0", inputs.SMALL, ["norm", "rotary"], window=30))
@@ -87,12 +87,12 @@ def test_a_prompt_in_chunks_leaves_the_same_keys_and_states(ops: Kernels, dtype:
     states = inputs.normal(random, 70, inputs.SMALL.width)  # [T, E]
 
     def layer_in(chunks: list[list[int]]) -> tuple[torch.Tensor, ...]:
-        pages, x = LayerPages(start.keys.clone(), start.values.clone()), states.clone()
+        pages, x = inputs.copy_pages(start), states.clone()
         for tokens in chunks:
             part, rows = inputs.take_tokens(batch, tokens), x[tokens]
             ops.attend(ops.project_qkv(rows, layer, part, pages), layer, part, pages, rows)
             x[tokens] = rows
-        return x, pages.keys, pages.values
+        return x, *(part.view(torch.uint8) for part in pages.tensors)
 
     whole = layer_in([list(range(70))])
     for size in (1, 7, 64):

@@ -23,7 +23,7 @@ FACTS = DeviceFacts(
 
 REFUSED = {
     "backend": ("tpu", "`backend` is `tpu`: expected auto or one of cpu, cuda, reference"),
-    "kv_dtype": ("int8", "`kv_dtype` is `int8`"),
+    "kv_dtype": ("int4", "`kv_dtype` is `int4`"),
     "quantize": ("bitsandbytes", "`quantize` is `bitsandbytes`: expected int8, int4, fp8, which"),
     "activations": ("low", "`activations` is `low`: expected auto or one of high, fast"),
     "max_context": (0, "`max_context` is 0"),
@@ -86,6 +86,18 @@ def test_a_step_takes_every_request_and_the_cache_is_no_larger_than_they_need() 
     [
         (EngineConfig(max_context=4096), FACTS, "pass 2048 or less"),
         (EngineConfig(cache_tokens=8), FACTS, "raise `cache_tokens`"),
+        (EngineConfig(max_context=1024, cache_tokens=512), FACTS, "but `cache_tokens` is 512: raise it, or pass 512$"),
+        (
+            EngineConfig(max_context=2000),
+            replace(FACTS, free_bytes=20 * FACTS.cache_bytes_per_token * 100),
+            r"is 2000, whose keys and values take .* \(\d+ bytes per token, float16\), .*: pass 992 or less, or "
+            "`kv_dtype=int8`",
+        ),
+        (
+            EngineConfig(max_context=2000),
+            replace(FACTS, free_bytes=20 * FACTS.cache_bytes_per_token * 100, kv_dtype="fp8"),
+            ": pass 992 or less$",
+        ),
         (
             EngineConfig(),
             replace(FACTS, free_bytes=0),
@@ -102,6 +114,14 @@ def test_keys_and_values_follow_the_weights() -> None:
     assert kv_dtype(EngineConfig(), float32_weights=True) == "float32"
     assert kv_dtype(EngineConfig(), float32_weights=False) == "float16"
     assert kv_dtype(EngineConfig(kv_dtype="bfloat16"), float32_weights=True) == "bfloat16"
+    assert kv_dtype(EngineConfig(kv_dtype="int8"), float32_weights=True) == "int8"
+    assert kv_dtype(make_config("m", {"kv_cache_dtype": "fp8_e4m3"}), float32_weights=False) == "fp8"  # vLLM's words
+
+
+def test_the_memory_of_the_cache_is_stated() -> None:
+    plan = resolve(EngineConfig(max_context=2048, cache_tokens=4096), replace(FACTS, cache_bytes_per_token=30_000))
+    words = "30000 bytes per token (float16), 122.9 MB for 4096 tokens, 61.4 MB for a context of 2048"
+    assert plan.kv_memory == words
 
 
 def test_deprecated_names_still_work() -> None:

@@ -8,13 +8,21 @@ import torch
 
 from ..device import HOST, Device
 from ..kernels import LayerPages
+from ..kernels.kv_quantization import LARGEST
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}
 
 
 def bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: str) -> int:
-    """Return the bytes of one token's keys and values in all layers."""
-    return 2 * layers * kv_heads * head_dim * DTYPES[dtype].itemsize
+    """Return the bytes of one token's keys and values in all layers, with their scales."""
+    scale = torch.float32.itemsize if DTYPES[dtype] in LARGEST else 0
+    return 2 * layers * kv_heads * (head_dim * DTYPES[dtype].itemsize + scale)
 
 
 def slots_of(pages: Sequence[int], positions: Iterable[int], page_size: int) -> list[int]:
@@ -40,7 +48,6 @@ class Pages:
     def allocate(self, count: int, device: Device = HOST) -> None:
         shape, dtype = (count, *self._shape), DTYPES[self._dtype]  # [pages, G, S, D]
         self.count = count
-        self.layers = [
-            LayerPages(device.zeros(shape, dtype), device.zeros(shape, dtype)) for _ in range(self._num_layers)
-        ]
+        tensors = [(shape, dtype)] * 2 + [(shape[:3], torch.float32)] * (2 if dtype in LARGEST else 0)
+        self.layers = [LayerPages(*(device.zeros(*each) for each in tensors)) for _ in range(self._num_layers)]
         self.states = device.zeros((count + 1, self.states.shape[1]), torch.float32)

@@ -308,6 +308,7 @@ def speed(
     ] = None,
     quantize: options.Quantize = None,
     activations: options.Activations = EngineConfig.activations,
+    kv_dtype: options.KvDtype = EngineConfig.kv_dtype,
     backend: options.Backend = options.DEFAULT_BACKEND,
     threads: options.Threads = None,
     json: options.Json = False,
@@ -323,6 +324,7 @@ def speed(
     fields = {
         "quantize": quantize,
         "activations": activations,
+        "kv_dtype": kv_dtype,
         "backend": backend,
         "threads": threads,
         "max_requests": max(EngineConfig.max_requests, *config.batches),
@@ -347,6 +349,7 @@ def rows(
     rounds: options.Repeats = 9,
     quantize: options.Quantize = None,
     activations: options.Activations = EngineConfig.activations,
+    kv_dtype: options.KvDtype = EngineConfig.kv_dtype,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Write a chart of the figures")] = None,
     json: options.Json = False,
 ) -> None:
@@ -363,9 +366,8 @@ def rows(
     config = RowsConfig(counts, chosen, context, rounds)
     if plot is not None:
         console.check_plot(plot)
-    found = measure(
-        lambda: options.open_model(model, quantize=quantize, activations=activations, **config.engine), config
-    )
+    precision = {"quantize": quantize, "activations": activations, "kv_dtype": kv_dtype}
+    found = measure(lambda: options.open_model(model, **precision, **config.engine), config)
     if plot is not None:
         console.write(plot, rows_chart(found), "drawn")
     if json:

@@ -110,6 +110,8 @@ def show_model(facts: dict[str, Any]) -> None:
     if machine is not None:
         fits = machine.get("tokens_that_fit")
         beside = "" if fits is None else f", room for {fits} tokens beside the weights" if fits else ", too little"
+        if fits and fits < facts["context"]:
+            beside += f" ({machine['tokens_that_fit_int8']} with `--kv-dtype int8`)"
         rows.append(("this machine", f"{machine['backend']}, {console.size(machine['free_bytes'])} free{beside}"))
     if "heads" in facts:
         rows.append(("heads that fit", ", ".join(facts["heads"]) or "none ships; `outrider train` makes one"))

@@ -53,6 +53,15 @@ Activations = Annotated[
         "or auto (fast where it is much faster)"
     ),
 ]
+KvDtype = Annotated[
+    str,
+    typer.Option(
+        "--kv-dtype",
+        "--kv-cache-dtype",
+        help="Type of the cached keys and values: float32, float16, bfloat16; int8 or fp8 take half the memory of "
+        "float16; auto: float16, or float32 beside float32 weights",
+    ),
+]
 Backend = Annotated[
     str, typer.Option(help="Backend: auto (a GPU if there is one), cpu, cuda, or reference (plain torch, slow)")
 ]
@@ -164,6 +173,7 @@ class EngineFlags:
     revision: Revision = EngineConfig.revision
     quantize: Quantize = EngineConfig.quantize
     activations: Activations = EngineConfig.activations
+    kv_dtype: KvDtype = EngineConfig.kv_dtype
     backend: Backend = EngineConfig.backend
     deterministic: Deterministic = EngineConfig.deterministic
     cudagraph_mode: CudagraphMode = EngineConfig.cudagraph_mode

@@ -178,6 +178,7 @@ def load(model: str, config: dict[str, Any]) -> LLM:
         f"loaded {model} in {time.perf_counter() - started:.1f} s: {resolved.backend}, context {resolved.max_context}, "
         f"{resolved.max_requests} requests at once, {resolved.pages * resolved.page_size} tokens in the KV cache"
     )
+    console.note(f"KV cache: {resolved.kv_memory}")
     return llm
 
 

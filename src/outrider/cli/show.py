@@ -85,5 +85,5 @@ def memory(facts: dict[str, Any]) -> str:
     weights = f"{console.size(known['weights_bytes'])} for the weights"
     if "kv_bytes_per_1k_tokens" not in known:
         return f"about {weights}"
-    context = console.size(known["kv_bytes_per_1k_tokens"])
-    return f"{weights}, {context} for each 1000 tokens of context ({known['kv_dtype']})"
+    each, whole = console.size(known["kv_bytes_per_1k_tokens"]), console.size(known["kv_bytes_of_context"])
+    return f"{weights}, {each} for each 1000 tokens of context ({known['kv_dtype']}), {whole} for all of it"

@@ -13,7 +13,6 @@ VLLM_FLAGS: Mapping[str, str] = {
         "`outrider serve` has `--cache-tokens`, the size of the KV cache in tokens; in Python, `cache_share` is its "
         "share of the memory that is free after loading"
     ),
-    "--kv-cache-dtype": "set `kv_dtype` in Python: float32, float16 or bfloat16",
     "--block-size": "set `page_size` in Python",
     "--no-enable-prefix-caching": "set `prefix_cache=False` in Python",
     "--enable-prefix-caching": "not needed, prefixes are always cached; `prefix_cache=False` in Python turns it off",

@@ -2,7 +2,7 @@
 
 from .cpu import HOST, Cpu, CpuBuffer, single_threaded_torch
 from .interface import NUMPY, Buffer, Device, DeviceDefaults, Fence, Result, Values
-from .selection import choose_backend, open_device, within_memory
+from .selection import check_kv_dtype, choose_backend, open_device, within_memory
 
 __all__ = [
     "HOST",
@@ -15,6 +15,7 @@ __all__ = [
     "Fence",
     "Result",
     "Values",
+    "check_kv_dtype",
     "choose_backend",
     "open_device",
     "single_threaded_torch",

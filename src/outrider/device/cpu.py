@@ -61,8 +61,8 @@ class Cpu:
         return CpuBuffer(count, dtype)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        # NumPy has no bfloat16: allocate integers of the same width and view them.
-        integer = np.int32 if dtype.itemsize == 4 else np.int16
+        # NumPy has no bfloat16 and no e4m3: allocate integers of the same width and view them.
+        integer = {1: np.int8, 2: np.int16, 4: np.int32}[dtype.itemsize]
         return torch.from_numpy(np.zeros(math.prod(shape), dtype=integer)).view(dtype).view(*shape)
 
     def host_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

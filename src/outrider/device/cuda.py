@@ -16,6 +16,7 @@ from torch.utils import collect_env
 from .interface import NUMPY, Buffer, DeviceDefaults, Fence, Result, Values
 
 MIN_CAPABILITY = (8, 0)  # Ampere, the first with bf16 matmul and asynchronous copies
+FP8_CAPABILITY = (8, 9)  # Ada, the first with conversions of e4m3
 RESERVE = 1 << 30  # bytes left free for graphs, library workspaces and fragmentation
 
 
@@ -36,6 +37,18 @@ def why_unavailable() -> str | None:
     if find_spec("triton") is None:
         return "Triton is not installed (`pip install triton`)"
     return None
+
+
+def why_no_fp8() -> str | None:
+    """Return the reason that kernels cannot convert e4m3 on this GPU, or None if they can."""
+    capability = torch.cuda.get_device_capability()
+    if capability >= FP8_CAPABILITY:
+        return None
+    needed = ".".join(map(str, FP8_CAPABILITY))
+    return (
+        f"the GPU `{torch.cuda.get_device_name()}` has compute capability {capability[0]}.{capability[1]}, and e4m3 "
+        f"needs {needed}"
+    )
 
 
 def describe() -> dict[str, Any] | None:

@@ -37,6 +37,16 @@ def open_device(backend: str) -> Device:
     raise ValueError(f"no device for the kernels `{backend}`: expected `cpu`, `cuda` or `reference`")
 
 
+def check_kv_dtype(backend: str, dtype: str) -> None:
+    """Refuse fp8 keys and values on a GPU that cannot convert them."""
+    if dtype != "fp8" or backend != "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+        return
+    from .cuda import why_no_fp8
+
+    if (reason := why_no_fp8()) is not None:
+        raise UserError(f"`kv_dtype` is fp8, but {reason}: pass `kv_dtype=int8`")
+
+
 @contextmanager
 def within_memory() -> Iterator[None]:
     """Turn an out-of-memory error of the block into a UserError that names the options to lower."""

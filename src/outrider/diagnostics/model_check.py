@@ -100,6 +100,7 @@ def _machine(memory: dict[str, Any]) -> dict[str, Any]:
     if "kv_bytes_per_1k_tokens" in memory:
         left = max(free - memory["weights_bytes"], 0) * device.defaults.cache_share
         found["tokens_that_fit"] = int(left / memory["kv_bytes_per_1k_tokens"] * TOKENS)
+        found["tokens_that_fit_int8"] = int(left / memory["kv_bytes_per_1k_tokens_int8"] * TOKENS)
     return found
 
 

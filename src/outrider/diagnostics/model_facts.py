@@ -74,6 +74,7 @@ def _describe_files(name: str, path: Path) -> dict[str, Any]:
     config, tokenizer = read_config(checkpoint.config), Tokenizer.open(checkpoint.tokenizer_source)
     dtype = kv_dtype(EngineConfig(), checkpoint.float32)
     per_token = bytes_per_token(config.layers, config.kv_heads, config.head_dim, dtype)
+    quantized = bytes_per_token(config.layers, config.kv_heads, config.head_dim, "int8")
     ends = sorted(tokenizer.end_ids | set(checkpoint.end_ids))
     entry = catalog.CATALOG.get(name)
     record = read_record(path) if path.is_file() else _hub_record(name, path)
@@ -102,6 +103,8 @@ def _describe_files(name: str, path: Path) -> dict[str, Any]:
         "memory": {
             "weights_bytes": checkpoint.bytes,
             "kv_bytes_per_1k_tokens": per_token * TOKENS,
+            "kv_bytes_of_context": per_token * config.context,
+            "kv_bytes_per_1k_tokens_int8": quantized * TOKENS,
             "kv_dtype": dtype,
         },
         "heads": list(shipped.methods_for(name)),

@@ -148,10 +148,17 @@ class Batch:
 
 @dataclass(frozen=True)
 class LayerPages:
-    """The paged KV cache of one layer: f32, f16 or bf16."""
+    """The paged KV cache of one layer: f32, f16, bf16; or int8, e4m3, with scales (kv_quantization.py)."""
 
     keys: Tensor  # [pages, G, S, D]
     values: Tensor  # [pages, G, S, D]
+    key_scales: Tensor | None = None  # [pages, G, S] f32, of int8 and e4m3 pages
+    value_scales: Tensor | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors. In each, slot page * S + offset is [page, :, offset]."""
+        return [part for part in (self.keys, self.values, self.key_scales, self.value_scales) if part is not None]
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,9 @@ CASES: dict[str, tuple[Heads, torch.dtype, Rows]] = {
     "window within the step": (replace(ONE, window=3), torch.float32, MIXED),
     "hidden": (replace(HEADS, skip=8), torch.float16, MIXED),
     "long": (ONE, torch.float16, LONG),
+    "decoding, int8": (replace(HEADS, count=2), torch.int8, DECODING),
+    "chains, heads of 80, fp8": (replace(HEADS, count=2, kv=2, size=80), torch.float8_e4m3fn, CHAINS),
+    "long, fp8": (ONE, torch.float8_e4m3fn, LONG),
     "long, window": (replace(ONE, window=300), torch.float32, LONG),
     "long, hidden": (replace(ONE, skip=1), torch.float16, LONG),  # the first token sees nothing, and is stored
 }
@@ -72,7 +75,7 @@ def random_storage(batch: Batch, heads: Heads, dtype: torch.dtype) -> LayerPages
     shape = Shape(heads=heads.count, kv_heads=heads.kv, head_dim=heads.size)
     pages = inputs.random_pages(inputs.generator(3), batch, shape, dtype)
     slots = batch.slots[batch.slots >= 0].long()
-    for kept in (pages.keys, pages.values):
+    for kept in (pages.keys, pages.values) if pages.key_scales is None else pages.tensors[2:]:
         kept[slots // PAGE, :, slots % PAGE] = torch.nan
     return pages
 
@@ -87,7 +90,7 @@ def carried(batch: Batch) -> Batch:
 
 def run(fused: bool, projected: Tensor, heads: Heads, batch: Batch, before: LayerPages) -> tuple[Tensor, ...]:
     """Outputs, keys and values after them."""
-    pages = LayerPages(before.keys.to(DEVICE, copy=True), before.values.to(DEVICE, copy=True))
+    pages = inputs.copy_pages(before, DEVICE)
     states, batch, rope = projected.to(DEVICE), carried(batch), random_rope(heads.size)
     if fused:
         found = paged_attention.paged_attention(states, heads, batch, pages, rope=rope)
@@ -95,13 +98,12 @@ def run(fused: bool, projected: Tensor, heads: Heads, batch: Batch, before: Laye
         found = paged_attention.paged_attention(
             rotate_and_store(states, heads.count, rope, batch, pages), heads, batch, pages
         )
-    return found.cpu(), pages.keys.cpu(), pages.values.cpu()
+    return found.cpu(), *(part.cpu() for part in pages.tensors)
 
 
 def same(found: Tensor, expected: Tensor) -> bool:
     """To the bit: NaN, too, where the pages have some left."""
-    kind = torch.int32 if found.dtype is torch.float32 else torch.int16
-    return torch.equal(found.contiguous().view(kind), expected.contiguous().view(kind))
+    return torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
 
 
 def agree(projected: Tensor, heads: Heads, batch: Batch, pages: LayerPages, tokens: int | None = None) -> None:
@@ -214,7 +216,7 @@ def test_layers_are_fused_where_they_can_be(name: str, monkeypatch: pytest.Monke
 
     def result() -> tuple[Tensor, ...]:
         x = states.to(DEVICE, copy=True)
-        pages = LayerPages(before.keys.to(DEVICE, copy=True), before.values.to(DEVICE, copy=True))
+        pages = inputs.copy_pages(before, DEVICE)
         cuda.run_layers(x, cuda.layer_stack(pairs, [pages]), carried(batch))
         return x.cpu(), pages.keys.cpu(), pages.values.cpu()
 

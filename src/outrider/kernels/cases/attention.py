@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ..protocol import Kernels
-from ..structures import Batch, LayerPages
+from ..structures import Batch
 from . import inputs as make
-from .case import TOLERANCE, Case, Run, Tolerance, beside, listed, pick
+from .case import STEPS, TOLERANCE, Case, Run, Tolerance, beside, listed, pick
 from .inputs import BIASES, HEAD_NORMS, MODEL, PAGE, SMALL, Shape
 
 HEAD = Shape(states=2)
@@ -89,14 +89,22 @@ def _take_with_ancestors(batch: Batch, items: Sequence[int] | None) -> tuple[lis
     return tokens, part, [tokens.index(item) for item in wanted]
 
 
-def tree_layer(name: str, options: Sequence[str], kind: str, shape: Shape, skip: int = 0, op: str = "attend") -> Case:
+def tree_layer(
+    name: str,
+    options: Sequence[str],
+    kind: str,
+    shape: Shape,
+    skip: int = 0,
+    op: str = "attend",
+    dtype: torch.dtype = torch.float16,
+) -> Case:
     """Projections, then attention over the stored keys and values."""
 
     def build(ops: Kernels, seed: int) -> Run:
         random = make.generator(seed)
         weights = make.attention_weights(random, kind, shape, options, positions=128, skip=skip)
         handle, batch = ops.attention_layer(weights), make.random_trees(random, TREES)
-        storage = make.random_pages(random, batch, shape, torch.float16)
+        storage = make.random_pages(random, batch, shape, dtype)
         states = make.normal(random, len(batch.tokens), shape.input_width)  # [T, E] or [T, 2 * E]
         x = make.normal(random, len(batch.tokens), shape.width)  # [T, E]
 
@@ -109,8 +117,9 @@ def tree_layer(name: str, options: Sequence[str], kind: str, shape: Shape, skip:
 
         return run
 
-    # Stored halves may fall on either side of a rounding.
-    tolerance = Tolerance(1e-3, beside(kind, torch.float16).loose, max(1e-3, TOLERANCE[kind].coarse))
+    # Stored halves and bytes may fall on either side of a rounding.
+    exact = max(1e-3, STEPS.get(dtype, 0.0))
+    tolerance = Tolerance(exact, max(exact, beside(kind, dtype).loose), max(exact, TOLERANCE[kind].coarse))
     return Case(op, name, _count_tokens(TREES), tolerance, build)
 
 
@@ -149,10 +158,11 @@ def copy_kv(dtype: torch.dtype) -> Case:
         at = 40 + torch.arange(len(kept))
         targets = (table[at // PAGE] * PAGE + at % PAGE).to(torch.int32)
         sizes = (2, 6, SMALL.kv_heads, PAGE, SMALL.head_dim)
-        keys, values = make.normal(random, *sizes).to(dtype), make.normal(random, *sizes).to(dtype)
+        keys, values = make.normal(random, *sizes), make.normal(random, *sizes)
+        storage = [make.make_pages(*pair, dtype) for pair in zip(keys, values, strict=True)]
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
-            layers = [LayerPages(*pair) for pair in zip(keys.clone(), values.clone(), strict=True)]
+            layers = [make.copy_pages(kept) for kept in storage]
             into = pick(targets, items)
             ops.copy_kv(layers, pick(sources, items), into)
             return tuple(found for layer in layers for found in make.stored(layer, into))
@@ -163,12 +173,14 @@ def copy_kv(dtype: torch.dtype) -> Case:
 
 
 def _tree_cases() -> list[Case]:
-    half, brain = torch.float16, torch.bfloat16
+    half, brain, int8, fp8 = torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn
     wide = ["norm", "rotary", "post_norm", "output_bias"]
     return [
         attend_trees("trees"),
         attend_trees("trees, f16 pages", dtype=half),
         attend_trees("trees, bf16 pages", dtype=brain),
+        attend_trees("trees, int8 pages", dtype=int8),
+        attend_trees("trees, fp8 pages", dtype=fp8),
         attend_trees("trees, soft cap", soft_cap=2.0),
         attend_trees("trees, sinks", options=["sinks"]),
         attend_trees("trees, long, sinks", rows=LONG_TREES, dtype=half, options=["sinks"], window=100),
@@ -180,17 +192,21 @@ def _tree_cases() -> list[Case]:
         attend_trees("trees, 200 positions hidden, window 100", rows=LONG_TREES, skip=200, window=100),
         attend_trees("trees, long", rows=LONG_TREES),
         attend_trees("trees, long, f16 pages", rows=LONG_TREES, dtype=half),
+        attend_trees("trees, long, int8 pages, soft cap", rows=LONG_TREES, dtype=int8, soft_cap=2.0),
+        attend_trees("trees, window 20, int8 pages", window=20, dtype=int8),
         attend_trees("trees, long, window 300", rows=LONG_TREES, window=300, dtype=brain),
         attend_trees("trees, one key/value head", shape=Shape(heads=6, kv_heads=1, head_dim=32)),
         attend_trees("trees, narrow heads", shape=Shape(heads=4, kv_heads=2, head_dim=8, width=32)),
         attend_trees("trees, q8_0", "q8_0", half),
         attend_trees("tree of 16, 1024 keys", "q8_0", half, [(1008, TILE)], MODEL, timed=True),
         tree_layer("trees, stored and seen", ["norm", "rotary"], "f32", SMALL),
+        tree_layer("trees, stored and seen, int8 pages", ["norm", "rotary"], "f32", SMALL, dtype=int8),
+        tree_layer("trees, stored and seen, fp8 pages", ["norm", "rotary"], "f32", SMALL, dtype=fp8),
         tree_layer("two states wide", wide, "f32", HEAD, op="attention_layer"),
         tree_layer("two states wide, the first position hidden", ["norm", "rotary"], "q8_0", HEAD, skip=1),
         project_qkv("two states wide", ["norm", "rotary"], "f32", HEAD, 2),
         project_qkv("no slot", ["rotary"], "q4_0", SMALL, 3),
-        *[copy_kv(dtype) for dtype in (torch.float32, half, brain)],
+        *[copy_kv(dtype) for dtype in (torch.float32, half, brain, int8, fp8)],
     ]
 
 
@@ -289,7 +305,7 @@ def project_kv(
 
         return run
 
-    return Case("project_kv", name, sum(count for _, count in BLOCKS), beside(kind, dtype), build)
+    return Case("project_kv", name, sum(count for _, count in BLOCKS), beside(kind, dtype, stores=True), build)
 
 
 def take_rows(batch: Batch, rows: Sequence[int] | None) -> tuple[list[int], Batch]:
@@ -319,9 +335,11 @@ def _pad(values: Tensor, starts: Tensor, rows: Rows) -> Tensor:
 
 
 def _block_cases() -> list[Case]:
-    half, brain = torch.float16, torch.bfloat16
+    half, brain, int8, fp8 = torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn
     return [
         attend_blocks("blocks"),
+        attend_blocks("blocks, int8 pages", dtype=int8),
+        attend_blocks("blocks, fp8 pages, anchored window 5", dtype=fp8, window=5, anchored=True),
         attend_blocks("blocks, f16 pages", dtype=half),
         attend_blocks("blocks, bf16 pages", dtype=brain),
         attend_blocks("blocks, window 1", window=1),
@@ -355,6 +373,11 @@ def _block_cases() -> list[Case]:
         project_kv("narrow heads", ["rotary"], shape=Shape(heads=4, kv_heads=2, head_dim=6, width=40)),
         project_kv("two states wide", ["rotary"], shape=Shape(states=2)),
         project_kv("no slot", ["rotary", "key_norm"], dtype=half, hidden=3),
+        project_kv("int8 pages, no slot", ["rotary", "key_norm"], dtype=int8, hidden=3),
+        project_kv("fp8 pages", ["rotary"], dtype=fp8),
+        project_kv(
+            "narrow heads, int8 pages", ["rotary"], "f32", int8, Shape(heads=4, kv_heads=2, head_dim=6, width=40)
+        ),
         project_kv("bf16", ["rotary"], "bf16", brain),
         project_kv("q4_1", ["rotary"], "q4_1", half),
         project_kv("q8_0", ["rotary", "key_norm", *BIASES], "q8_0", half, hidden=2),

@@ -39,6 +39,9 @@ class Tolerance(float):
 
 
 LOOSE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}
+LOOSE |= {torch.int8: LOOSE[torch.float16], torch.float8_e4m3fn: LOOSE[torch.float16]}  # KV pages, read as halves
+# A stored number may be rounded either way: its largest step, beside values whose largest is three times their mean.
+STEPS = {torch.int8: 3 / 127, torch.float8_e4m3fn: 3 * 32 / 448}
 
 
 def _tolerance(kind: str) -> Tolerance:
@@ -54,9 +57,11 @@ TOLERANCE["fp8"] = Tolerance(1e-5, LOOSE[torch.bfloat16])
 TOLERANCE["bf16"] = Tolerance(5e-5, LOOSE[torch.bfloat16])  # AMX multiplies rows of 16 bits
 
 
-def beside(kind: str, pages: torch.dtype) -> Tolerance:
-    """Return the tolerance for weights of this kind with KV pages of this dtype."""
-    return Tolerance(TOLERANCE[kind], max(TOLERANCE[kind].loose, LOOSE[pages]), TOLERANCE[kind].coarse)
+def beside(kind: str, pages: torch.dtype, stores: bool = False) -> Tolerance:
+    """Return the tolerance for weights of this kind with KV pages of this dtype. stores: results are stored there."""
+    step = STEPS.get(pages, 0.0) if stores else 0.0
+    exact, loose, coarse = TOLERANCE[kind], max(TOLERANCE[kind].loose, LOOSE[pages]), TOLERANCE[kind].coarse
+    return Tolerance(max(exact, step), max(loose, step), max(coarse, step))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
+from ..kv_quantization import LARGEST, dequantize_heads, quantize_heads
 from ..protocol import Kernels
 from ..quantization import FORMATS, dequantize, row_bytes
 from ..structures import (
@@ -319,17 +320,29 @@ def random_pages(random: Generator, batch: Batch, shape: Shape, dtype: torch.dty
     """Return enough pages for the batch, filled with random numbers outside its rows too."""
     count = int(batch.page_tables.max()) + 1 + SPARE
     sizes = (count, shape.kv_heads, PAGE, shape.head_dim)
-    return LayerPages(normal(random, *sizes).to(dtype), normal(random, *sizes).to(dtype))
+    return make_pages(normal(random, *sizes), normal(random, *sizes), dtype)
 
 
-def copy_pages(pages: LayerPages) -> LayerPages:
-    return LayerPages(pages.keys.clone(), pages.values.clone())
+def make_pages(keys: Tensor, values: Tensor, dtype: torch.dtype) -> LayerPages:
+    """Return pages with these keys and values [pages, G, S, D] f32."""
+    if dtype not in LARGEST:
+        return LayerPages(keys.to(dtype), values.to(dtype))
+    (keys, key_scales), (values, value_scales) = quantize_heads(keys, dtype), quantize_heads(values, dtype)
+    return LayerPages(keys, values, key_scales, value_scales)
 
 
-def stored(pages: LayerPages, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the keys and values in these slots: [T, G, D] each."""
+def copy_pages(pages: LayerPages, device: torch.device | None = None) -> LayerPages:
+    return LayerPages(*(part.to(device, copy=True) for part in pages.tensors))
+
+
+def stored(pages: LayerPages, slots: Tensor) -> tuple[Tensor, ...]:
+    """Return the keys and values in these slots, [T, G, D] each; of quantized ones their scales too, [T, G]."""
     page, line = slots.long() // PAGE, slots.long() % PAGE
-    return pages.keys[page, :, line], pages.values[page, :, line]
+    parts = [part[page, :, line] for part in pages.tensors]
+    if pages.key_scales is None:
+        return tuple(parts)
+    numbers, scales = parts[:2], parts[2:]
+    return *(dequantize_heads(*pair) for pair in zip(numbers, scales, strict=True)), *scales
 
 
 def take_tokens(batch: Batch, tokens: Sequence[int]) -> Batch:

@@ -124,7 +124,7 @@ def project_qkv(
 
         return run
 
-    return Case(op, name, sum(queries for _, queries in MIXED), beside(kind, dtype), build)
+    return Case(op, name, sum(queries for _, queries in MIXED), beside(kind, dtype, stores=True), build)
 
 
 def attend(
@@ -263,7 +263,7 @@ EVERYTHING = ("norm", "post_norm", "output_bias", "rotary", *BIASES, *HEAD_NORMS
 
 
 def _all() -> list[Case]:
-    half, brain = torch.float16, torch.bfloat16
+    half, brain, int8, fp8 = torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn
     found = [matrix(kind) for kind in FORMATS]
     found += [embed(kind) for kind in FORMATS]
     found += [linear(kind, rows, 52, 512) for kind in FORMATS for rows in (1, 3, 16, 40)]
@@ -287,13 +287,18 @@ def _all() -> list[Case]:
         project_qkv("one key/value head", ["norm", "rotary"], shape=Shape(heads=6, kv_heads=1, head_dim=32)),
         project_qkv("f16 pages", ["norm", "rotary"], dtype=half),
         project_qkv("bf16 pages", ["norm", "rotary"], dtype=brain),
+        project_qkv("int8 pages", ["norm", "rotary"], dtype=int8),
+        project_qkv("fp8 pages", ["norm", "rotary", *BIASES], dtype=fp8),
         project_qkv("q4_1", ["norm", "rotary"], "q4_1", half),
         project_qkv("q8_0", ["norm", "rotary", *HEAD_NORMS], "q8_0", half),
         project_qkv("everything", EVERYTHING, op="attention_layer"),
         attend("plain"),
         attend("f16 pages", dtype=half),
         attend("bf16 pages", dtype=brain),
+        attend("int8 pages", dtype=int8),
+        attend("fp8 pages", dtype=fp8),
         attend("soft cap", soft_cap=2.0),
+        attend("soft cap, int8 pages", soft_cap=2.0, dtype=int8),
         attend("soft cap, long, f16 pages", rows=LONG, dtype=half, soft_cap=2.0, window=300),
         attend("sinks", options=["sinks"]),
         attend("sinks, window 1", options=["sinks"], window=1),
@@ -304,6 +309,11 @@ def _all() -> list[Case]:
         attend("window 300, long", rows=LONG, window=300),
         attend("long", rows=LONG),
         attend("long, f16 pages", rows=LONG, dtype=half),
+        attend("long, int8 pages", rows=LONG, dtype=int8),
+        attend("window 300, long, fp8 pages", rows=LONG, window=300, dtype=fp8),
+        attend("narrow heads, int8 pages", shape=Shape(heads=4, kv_heads=2, head_dim=8, width=32), dtype=int8),
+        attend("no shared heads, int8 pages", shape=Shape(heads=3, kv_heads=3, head_dim=128, width=96), dtype=int8),
+        attend("no shared heads, fp8 pages", shape=Shape(heads=3, kv_heads=3, head_dim=128, width=96), dtype=fp8),
         attend("one key/value head", shape=Shape(heads=6, kv_heads=1, head_dim=32)),
         attend("no shared heads", shape=Shape(heads=3, kv_heads=3, head_dim=128, width=96)),
         attend("wide heads", shape=Shape(heads=2, kv_heads=1, head_dim=256)),
@@ -312,7 +322,9 @@ def _all() -> list[Case]:
         attend("q4_1", "q4_1", half, options=["post_norm"]),
         attend("q8_0", "q8_0", half),
         attend("1 token, 1024 keys", "q8_0", half, [(1023, 1)], MODEL, timed=True),
+        attend("1 token, 1024 keys, int8 pages", "q8_0", int8, [(1023, 1)], MODEL, timed=True),
         attend("16 tokens, 1024 keys", "q8_0", half, [(1008, 16)], MODEL, timed=True),
+        attend("16 tokens, 1024 keys, int8 pages", "q8_0", int8, [(1008, 16)], MODEL, timed=True),
     ]
     found += [mlp(kind, "silu") for kind in FORMATS]
     found += [

@@ -103,7 +103,17 @@ class Batch:
 
 class Pages:
     def __init__(
-        self, *, keys: int, values: int, dtype: int, pages: int, kv_heads: int, page_size: int, head_dim: int
+        self,
+        *,
+        keys: int,
+        values: int,
+        key_scales: int,
+        value_scales: int,
+        dtype: int,
+        pages: int,
+        kv_heads: int,
+        page_size: int,
+        head_dim: int,
     ) -> None: ...
 
 class LayerStack:

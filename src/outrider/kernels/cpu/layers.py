@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kv_quantization import LARGEST
 from ..quantization import FORMATS, dequantize, row_bytes
 from ..structures import AttentionWeights, Batch, LayerPages, MlpWeights, MoeWeights, Weight
 from . import _native
 from .runtime import FLOAT, address, floats, integers
 
-PAGE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+PAGE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "swiglu_oai": 2}
 
 
@@ -289,9 +290,15 @@ def pages_of(layer: AttentionLayer, pages: LayerPages) -> _native.Pages:
 def native_pages(pages: LayerPages) -> _native.Pages:
     keys, values = pages.keys, pages.values
     count, kv_heads, page_size, head_dim = keys.shape
+    scales = [pages.key_scales, pages.value_scales]
+    if any((part is not None) != (keys.dtype in LARGEST) for part in scales):
+        raise ValueError(f"pages of {keys.dtype} with scales, or without them: int8 and e4m3 pages have both")
+    key_scales, value_scales = (0 if part is None else floats(part, *keys.shape[:3]) for part in scales)
     return _native.Pages(
         keys=address(keys, keys.dtype),
         values=address(values, keys.dtype, *keys.shape),
+        key_scales=key_scales,
+        value_scales=value_scales,
         dtype=PAGE_TYPES[keys.dtype],
         pages=count,
         kv_heads=kv_heads,

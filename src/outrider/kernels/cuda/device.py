@@ -68,11 +68,16 @@ def loop_bound(number):
 
 @triton.jit
 def rounded(value, dtype: tl.constexpr):
-    """Round to nearest even; the interpreter would truncate fp32 to bf16."""
+    """Round to nearest even; the interpreter would truncate fp32 to bf16 and to small e4m3."""
     if EMULATED and dtype == tl.bfloat16 and value.dtype == tl.float32:
         bits = value.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
         value = bits.to(tl.float32, bitcast=True)
+    if EMULATED and dtype == tl.float8e4nv and value.dtype == tl.float32:
+        bits = value.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+        small = (value + 24576.0) - 24576.0  # below 2^-6 to multiples of 2^-9
+        value = tl.where(tl.abs(value) < 0.015625, small, bits.to(tl.float32, bitcast=True))
     return value.to(dtype)
 
 

@@ -21,7 +21,18 @@ from torch import Tensor
 from ..structures import Batch, LayerPages
 from .device import LAUNCH, loop_bound, multiply, rounded, wait
 from .pointwise import capped
-from .rope import HeadShape, KvPages, RopeTables, RopeWeights, Tokens, load_angles, rotated, store_kv, store_row_kv
+from .rope import (
+    HeadShape,
+    KvPages,
+    RopeTables,
+    RopeWeights,
+    Tokens,
+    kv_pages,
+    load_angles,
+    rotated,
+    store_kv,
+    store_row_kv,
+)
 
 CHUNK, ENDLESS = 256, 1 << 30  # positions per chunk; ENDLESS: one chunk
 NARROW, WIDE = 16, 64  # lines in a query tile, each a token and one of its query heads
@@ -35,6 +46,9 @@ BRANCHES = 4  # tree tokens in a query tile: each reads its own branch
 STEPS = 32  # KV copies that a program resolves at once
 JUMPS = 5  # 2 ** JUMPS == STEPS
 LOG2E = 1.4426950408889634
+# Weights times the scales of values are rounded to halves: 512 times as large, they lose no more bits to underflow than
+# the weights alone would, for values of about 1.
+SCALE_UNIT: tl.constexpr = tl.constexpr(512.0)
 
 
 @dataclass(frozen=True)
@@ -136,10 +150,10 @@ def paged_attention(
             torch.empty((chunks, tokens, heads.count, 2), dtype=torch.float32, device=device),
             torch.empty((tokens, 2), dtype=torch.int32, device=device),
         )
-    shape = HeadShape(heads.count, heads.kv, heads.size, padded, page)
+    shape = HeadShape(heads.count, heads.kv, heads.size, padded, page, pages.key_scales is not None)
     _attend[(tiles, heads.kv, strips)](
         queries,
-        KvPages(pages.keys, pages.values),
+        kv_pages(pages),
         Tokens(
             batch.positions,
             batch.slots,
@@ -165,7 +179,7 @@ def paged_attention(
         variant=Variant(
             tile=tile,
             in_tile=in_tile,
-            block=_block(padded * dtype.itemsize),
+            block=_block(padded * max(dtype.itemsize, 2)),  # quantized keys become halves
             chunk=ENDLESS if wide else CHUNK,
             causal=heads.causal,
             anchored=heads.anchored,
@@ -277,10 +291,15 @@ def _attend(
         tl.debug_barrier()  # other threads of this program read the stored KV
     else:
         query = tl.load(queries + at, mask=inside, other=0.0)
-    query = (query * scale).to(pages.k.dtype.element_ty)
+    query = (query * scale).to(tl.float16 if shape.scaled else pages.k.dtype.element_ty)
     origin = tl.load(batch.positions + begin)
     chained = tl.load(batch.positions + end - 1) - origin == end - 1 - begin
-    head_pages = KvPages(pages.k + kv_head * page * size, pages.v + kv_head * page * size)
+    head_pages = KvPages(
+        pages.k + kv_head * page * size,
+        pages.v + kv_head * page * size,
+        pages.k_scales + kv_head * page,
+        pages.v_scales + kv_head * page,
+    )
     lines, tile_tokens = Lines(own, first, last, lowest, highest), TileTokens(begin, origin, token, end, chained)
     table = batch.page_tables + row.to(tl.int64) * table_stride
     top = tl.full([tile], float("-inf"), tl.float32)
@@ -451,6 +470,8 @@ def attend_range(
                 top, total, mixed = softmax_step(
                     query, pages, slot, needed, seen, top, total, mixed, soft_cap, shape, variant.capped
                 )
+    if shape.scaled:
+        mixed = mixed * (1.0 / SCALE_UNIT)
     return top, total, mixed
 
 
@@ -463,11 +484,13 @@ def softmax_step(
     page: tl.constexpr = shape.page
     dim = tl.arange(0, shape.padded)
     number = tl.maximum(slot // page, 0).to(tl.int64)
-    offset = number * (shape.kv_heads * page * size) + slot % page * size  # [block]
-    at = offset[:, None] + dim[None, :]
+    row = number * (shape.kv_heads * page) + slot % page  # [block]
+    at = row[:, None] * size + dim[None, :]
     inside = needed[:, None] & (dim < size)[None, :]
-    key = tl.load(pages.k + at, mask=inside, other=0.0)  # [block, D]
+    key = tl.load(pages.k + at, mask=inside, other=0.0).to(query.dtype)  # [block, D]
     score = multiply(query, tl.trans(key), tl.zeros(seen.shape, tl.float32))
+    if shape.scaled:
+        score = score * tl.load(pages.k_scales + row, mask=needed, other=0.0)[None, :]
     if has_cap:
         score = capped(score, soft_cap)
     score = tl.where(seen, score, float("-inf"))
@@ -475,9 +498,12 @@ def softmax_step(
     base = tl.where(higher == float("-inf"), 0.0, higher)
     kept = tl.exp2(top - base)
     weight = tl.exp2(score - base[:, None])
-    value = tl.load(pages.v + at, mask=inside, other=0.0)  # [block, D]
+    total = total * kept + tl.sum(weight, 1)
+    value = tl.load(pages.v + at, mask=inside, other=0.0).to(query.dtype)  # [block, D]
+    if shape.scaled:
+        weight = weight * (tl.load(pages.v_scales + row, mask=needed, other=0.0) * SCALE_UNIT)[None, :]
     mixed = multiply(weight.to(value.dtype), value, mixed * kept[:, None])
-    return higher, total * kept + tl.sum(weight, 1), mixed
+    return higher, total, mixed
 
 
 @triton.jit
@@ -508,8 +534,7 @@ def copy_kv(pages: Sequence[LayerPages], sources: Tensor, targets: Tensor) -> No
     for layer in pages if steps else ():
         count, kv_heads, page, size = layer.keys.shape
         _copy[(kv_heads,)](
-            layer.keys,
-            layer.values,
+            kv_pages(layer),
             sources,
             targets,
             steps,
@@ -520,14 +545,14 @@ def copy_kv(pages: Sequence[LayerPages], sources: Tensor, targets: Tensor) -> No
             padded=triton.next_power_of_2(size),
             at_once=STEPS,
             jumps=JUMPS,
+            scaled=layer.key_scales is not None,
             num_warps=4,
         )
 
 
 @triton.jit(do_not_specialize=["steps", "slots"])
 def _copy(
-    keys,
-    values,
+    pages,
     sources,
     targets,
     steps,
@@ -538,23 +563,33 @@ def _copy(
     padded: tl.constexpr,
     at_once: tl.constexpr,
     jumps: tl.constexpr,
+    scaled: tl.constexpr,
 ):
     """Copy one head. A batch of copies reads all sources before it writes, with the result of copying one by one."""
-    base = tl.program_id(0) * page * size
+    base = tl.program_id(0) * page
     step, dim = tl.arange(0, at_once), tl.arange(0, padded)
     for begin in range(0, loop_bound(steps), at_once):
         source = tl.load(sources + begin + step, mask=begin + step < steps, other=-1)
         target = tl.load(targets + begin + step, mask=begin + step < steps, other=-1)
         valid = (source >= 0) & (source < slots) & (target >= 0) & (target < slots)
         source, last = _resolved(tl.where(valid, source, -1), tl.where(valid, target, -1), step, jumps)
-        inside = (valid & last)[:, None] & (dim < size)[None, :]
-        source_offsets = _offsets(source, base, dim, kv_heads, page, size)
-        target_offsets = _offsets(target, base, dim, kv_heads, page, size)
-        key = tl.load(keys + source_offsets, mask=inside)
-        value = tl.load(values + source_offsets, mask=inside)
+        moved = valid & last
+        inside = moved[:, None] & (dim < size)[None, :]
+        source_row = (source // page).to(tl.int64) * (kv_heads * page) + source % page + base  # [steps]
+        target_row = (target // page).to(tl.int64) * (kv_heads * page) + target % page + base
+        source_offsets = source_row[:, None] * size + dim[None, :]  # [steps, D]
+        target_offsets = target_row[:, None] * size + dim[None, :]
+        key = tl.load(pages.k + source_offsets, mask=inside)
+        value = tl.load(pages.v + source_offsets, mask=inside)
+        if scaled:
+            key_scale = tl.load(pages.k_scales + source_row, mask=moved)
+            value_scale = tl.load(pages.v_scales + source_row, mask=moved)
         tl.debug_barrier()
-        tl.store(keys + target_offsets, key, mask=inside)
-        tl.store(values + target_offsets, value, mask=inside)
+        tl.store(pages.k + target_offsets, key, mask=inside)
+        tl.store(pages.v + target_offsets, value, mask=inside)
+        if scaled:
+            tl.store(pages.k_scales + target_row, key_scale, mask=moved)
+            tl.store(pages.v_scales + target_row, value_scale, mask=moved)
         tl.debug_barrier()
 
 
@@ -573,9 +608,3 @@ def _resolved(source, target, step, jumps: tl.constexpr):
         source, writer = tl.where(writer >= 0, found, source), tl.where(writer >= 0, before, writer)
     later = (target[:, None] == target[None, :]) & (step[None, :] > step[:, None])
     return source, tl.max(later.to(tl.int32), 1) == 0
-
-
-@triton.jit
-def _offsets(slot, base, dim, kv_heads: tl.constexpr, page: tl.constexpr, size: tl.constexpr):
-    """Return the offsets [steps, D] of one head in these slots."""
-    return ((slot // page).to(tl.int64) * (kv_heads * page * size) + slot % page * size + base)[:, None] + dim[None, :]

@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..kv_quantization import LARGEST
 from ..structures import Batch, LayerPages
-from .device import LAUNCH, loop_bound, wait
+from .device import LAUNCH, loop_bound, rounded, wait
 
 LINES = 8  # heads per program
 
@@ -37,6 +38,8 @@ class KvPages(NamedTuple):
 
     k: Tensor  # [pages, G, page, D]
     v: Tensor
+    k_scales: Tensor  # [pages, G, page] f32; placeholders if the pages have none
+    v_scales: Tensor
 
 
 class RopeTables(NamedTuple):
@@ -64,6 +67,16 @@ class HeadShape(NamedTuple):
     size: int  # D
     padded: int  # the power of two that covers D
     page: int  # slots in a page
+    scaled: bool  # pages are quantized and have scales
+
+
+def kv_pages(pages: LayerPages) -> KvPages:
+    """Return the pages as an argument of kernels."""
+    keys, values, key_scales, value_scales = pages.keys, pages.values, pages.key_scales, pages.value_scales
+    assert (key_scales is None) == (value_scales is None) == (keys.dtype not in LARGEST)
+    return KvPages(
+        keys, values, keys if key_scales is None else key_scales, values if value_scales is None else value_scales
+    )
 
 
 def rotate_and_store(projected: Tensor, heads: int, rope: RopeWeights, batch: Batch, pages: LayerPages) -> Tensor:
@@ -82,8 +95,7 @@ def rotate_and_store(projected: Tensor, heads: int, rope: RopeWeights, batch: Ba
             projected if sin is None else sin,
             batch.positions,
             batch.slots,
-            pages.keys,
-            pages.values,
+            kv_pages(pages),
             queries,
             1 if cos is None else cos.shape[0],
             rope.eps,
@@ -97,6 +109,7 @@ def rotate_and_store(projected: Tensor, heads: int, rope: RopeWeights, batch: Ba
             norm_queries=query_norm is not None,
             norm_keys=key_norm is not None,
             rotate=cos is not None,
+            scaled=pages.key_scales is not None,
             num_warps=4,
             enable_fp_fusion=False,  # the same roundings as in the fused attention kernel
             **LAUNCH,
@@ -113,8 +126,7 @@ def _rotate_and_store(
     sin,
     positions,
     slots,
-    keys,
-    values,
+    pages,
     queries,
     limit,
     eps,
@@ -128,6 +140,7 @@ def _rotate_and_store(
     norm_queries: tl.constexpr,
     norm_keys: tl.constexpr,
     rotate: tl.constexpr,
+    scaled: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     line = tl.program_id(1) * lines + tl.arange(0, lines)  # queries, then keys, then values
@@ -162,11 +175,49 @@ def _rotate_and_store(
         tl.store(target, left, mask=asked)
         tl.store(target + half, right, mask=asked)
     kv_head = (line - heads) % kv_heads
-    offset = (slot // page).to(tl.int64) * (kv_heads * page * size) + (kv_head * page + slot % page) * size  # [lines]
+    row = (slot // page).to(tl.int64) * (kv_heads * page) + kv_head * page + slot % page  # [lines]
+    offset = row * size
     stored = inside & (slot >= 0)
-    _store(keys + offset[:, None] + dim[None, :], left, right, stored & is_key[:, None], half)
-    is_value = line >= heads + kv_heads
-    _store(values + offset[:, None] + dim[None, :], left, right, stored & is_value[:, None], half)
+    is_value = (line >= heads + kv_heads) & (line < heads + 2 * kv_heads)
+    if scaled:
+        top = tl.maximum(tl.max(tl.abs(left), 1), tl.max(tl.abs(right), 1))
+        scale, factor = kv_scale(top, tl.sum(left * 0.0, 1) + tl.sum(right * 0.0, 1), pages.k.dtype.element_ty)
+        tl.store(pages.k_scales + row, scale, mask=is_key & (slot >= 0))
+        tl.store(pages.v_scales + row, scale, mask=is_value & (slot >= 0))
+        left = kv_number(left, factor, pages.k.dtype.element_ty)
+        right = kv_number(right, factor, pages.k.dtype.element_ty)
+    _store(pages.k + offset[:, None] + dim[None, :], left, right, stored & is_key[:, None], half)
+    _store(pages.v + offset[:, None] + dim[None, :], left, right, stored & is_value[:, None], half)
+
+
+@triton.jit
+def kv_scale(top, zeros, dtype: tl.constexpr):
+    """Return the scales of heads and the factors that quantize them: see kv_quantization.py.
+
+    top [n]: their largest magnitudes. zeros [n]: 0, or NaN for a head with a value that is not finite.
+    """
+    limit: tl.constexpr = 127.0 if dtype == tl.int8 else 448.0
+    usable = (top >= 1e-30) & (zeros == 0.0)
+    return top / limit + zeros, tl.where(usable, limit / tl.where(usable, top, 1.0), 0.0)
+
+
+@triton.jit
+def kv_number(heads, factor, dtype: tl.constexpr):
+    """Quantize heads [n, D] with factors [n]."""
+    number = tl.where(factor[:, None] > 0, heads * factor[:, None], 0.0)
+    if dtype == tl.int8:
+        number = (number + 12582912.0) - 12582912.0  # round to nearest even
+    return rounded(number, dtype)
+
+
+@triton.jit
+def store_heads(target, scales, row, heads, inside, kept, dim, size: tl.constexpr, scaled: tl.constexpr):
+    """Store heads [n, D] at rows [n] of the pages, quantized if `scaled`."""
+    if scaled:
+        scale, factor = kv_scale(tl.max(tl.abs(heads), 1), tl.sum(heads * 0.0, 1), target.dtype.element_ty)
+        tl.store(scales + row, scale, mask=kept)
+        heads = kv_number(heads, factor, target.dtype.element_ty)
+    tl.store(target + row[:, None] * size + dim[None, :], heads.to(target.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -222,10 +273,9 @@ def store_kv(projected, pages, token, slot, cosine, sine, kv_head, shape: tl.con
     line = token.to(tl.int64) * (heads + 2 * kv_heads) + heads + kv_head  # queries, then keys, then values
     key = rotated(projected, line, kept, cosine, sine, shape)
     value = tl.load(projected + (line + kv_heads)[:, None] * size + dim[None, :], mask=inside, other=0.0)
-    offset = (slot // page).to(tl.int64) * (kv_heads * page * size) + (kv_head * page + slot % page) * size  # [n]
-    index = offset[:, None] + dim[None, :]
-    tl.store(pages.k + index, key.to(pages.k.dtype.element_ty), mask=inside)
-    tl.store(pages.v + index, value.to(pages.v.dtype.element_ty), mask=inside)
+    row = (slot // page).to(tl.int64) * (kv_heads * page) + kv_head * page + slot % page  # [n]
+    store_heads(pages.k, pages.k_scales, row, key, inside, kept, dim, size, shape.scaled)
+    store_heads(pages.v, pages.v_scales, row, value, inside, kept, dim, size, shape.scaled)
 
 
 @triton.jit

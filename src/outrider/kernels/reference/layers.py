@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from ..kv_quantization import dequantize_heads, quantize_heads
 from ..quantization import dequantize
 from ..structures import AttentionLora, AttentionWeights, Batch, LayerPages, MlpLora, MlpWeights, MoeWeights, Weight
 
@@ -129,7 +130,8 @@ def project_kv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages
     values = _heads(states, layer.value, weights.value_bias, weights, lora.value, adapters)  # [stored, G, D]
     for key, value, slot in zip(keys, values, slots, strict=True):
         page, offset = page_and_offset(pages, slot)
-        pages.keys[page, :, offset], pages.values[page, :, offset] = key, value
+        _store(pages.keys, pages.key_scales, page, offset, key)
+        _store(pages.values, pages.value_scales, page, offset, value)
 
 
 def attend(q: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages, x: Tensor) -> None:
@@ -306,12 +308,28 @@ def visible_slots(batch: Batch, weights: AttentionWeights, size: int) -> Iterato
             yield torch.tensor(visible, dtype=torch.int64)
 
 
+def _store(storage: Tensor, scales: Tensor | None, page: int, offset: int, heads: Tensor) -> None:
+    """Store the heads [G, D] of one token."""
+    if scales is None:
+        storage[page, :, offset] = heads
+    else:
+        storage[page, :, offset], scales[page, :, offset] = quantize_heads(heads, storage.dtype)
+
+
 def gather(pages: LayerPages, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Return the keys and the values of these slots in fp32: [G, keys, D] each."""
     size = pages.keys.shape[2]
     page, offset = slots // size, slots % size
-    keys, values = (part[page, :, offset].float().transpose(0, 1).contiguous() for part in (pages.keys, pages.values))
-    return keys, values
+
+    def read(storage: Tensor, scales: Tensor | None) -> Tensor:
+        heads = (
+            storage[page, :, offset].float()
+            if scales is None
+            else dequantize_heads(storage[page, :, offset], scales[page, :, offset])
+        )  # [keys, G, D]
+        return heads.transpose(0, 1).contiguous()
+
+    return read(pages.keys, pages.key_scales), read(pages.values, pages.value_scales)
 
 
 def page_and_offset(pages: LayerPages, slot: int) -> tuple[int, int]:
@@ -351,5 +369,5 @@ def copy_kv(pages: Sequence[LayerPages], sources: Tensor, targets: Tensor) -> No
     ]
     for layer, moves in zip(pages, copies, strict=True):
         for (page, line), (to_page, to_line) in moves:
-            for storage in (layer.keys, layer.values):
+            for storage in layer.tensors:
                 storage[to_page, :, to_line] = storage[page, :, line]
