@@ -18,7 +18,7 @@ import tiny_heads
 from outrider import SamplingParams
 from outrider.kernels import load
 from outrider.request import Request
-from outrider.speculation import DraftContext
+from outrider.speculation import DraftBatch, DraftContext
 from outrider.speculation.adaptive import AdaptiveController
 from outrider.speculation.adaptive.backoff import MAX_PAUSE
 from outrider.speculation.drafters.autoregressive import Autoregressive
@@ -176,7 +176,71 @@ def test_a_request_whose_drafts_do_not_pay_is_suspended_and_found_again_when_the
     assert after[0] <= easy + MAX_PAUSE and len(after) > 0.8 * (easy + 500 - after[0])
 
 
+# ---- whether to read a prompt ----
+
+
+def answer(
+    controller: AdaptiveController, name: str, accepted: bool, tokens: int = 60, reading: float = 6.0
+) -> Request:
+    """Decode a text, one drafted token a step; `reading`: seconds that the prompt takes if the drafter reads it."""
+    request = Request(name, [1] * 20, SamplingParams(), 0, method="m", width=1)
+    controller.begin(request, 20)
+    if not controller.suspended_steps(request):
+        controller.observe_reading("m", 20, reading)
+    for _ in range(tokens):
+        request.output.append(1)
+        if stays_suspended(controller, request) or not controller.plan([request], [1])[0]:
+            continue
+        request.spec_stats.drafted += 1
+        controller.observe_draft("m", 1, 0.2)
+        if controller.trim([request], [Draft([1])])[0]:
+            controller.learn(request, Draft([1]), [0] if accepted else [])
+    controller.forget(request)
+    return request
+
+
+@pytest.mark.parametrize("reading", [0.3, 6.0])
+def test_an_easy_text_after_hard_ones_is_read_and_drafted_for_from_its_beginning(reading: float) -> None:
+    controller = suspendable(0.4, 0.2)
+    hard = [answer(controller, str(index), accepted=False, reading=reading) for index in range(40)]
+    read = [request for request in hard[20:] if request.spec_stats.drafted]
+    cost = reading * len(read) / sum(len(request.output) for request in hard[20:])
+    assert len(read) == (20 if reading < 1 else 2) and cost <= 0.011, "prompts cost more than 1 % of the time"
+    easy = [answer(controller, str(index), accepted=True, reading=reading) for index in range(10)]
+    first = next(index for index, request in enumerate(easy) if request.spec_stats.drafted > 50)
+    assert first <= (0 if reading < 1 else 9)
+    assert all(request.spec_stats.drafted > 50 for request in easy[first:]), "drafts pay, so all prompts are read"
+
+
 # ---- in the engine ----
+
+
+@pytest.mark.parametrize("reading", [0.0, 60.0])
+def test_a_prompt_in_several_chunks_is_read_whole_or_not_at_all_after_hard_texts(
+    tiny_llm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reading: float
+) -> None:
+    head = tiny_heads.make("draft_model", tmp_path)["model"]
+    llm = tiny_llm(speculate=f"draft_model:model={head},width=1", max_step_tokens=20)
+    spec_manager, read = llm.engine.spec_manager, []
+    proposer, controller = spec_manager.methods["draft_model"], suspendable(0.4, 0.2)
+    controller.suspendable = {"draft_model"}
+    curve = controller.draft_latency("m")
+    monkeypatch.setattr(controller, "draft_latency", lambda method: curve)
+    monkeypatch.setattr(spec_manager, "controller", controller)
+    for index in range(40):
+        hard = Request(str(index), [1], SamplingParams(), 0, method="draft_model", width=1)
+        controller.learn(hard, Draft([1]), [])
+        controller.forget(hard)
+    if reading:
+        controller.observe_reading("draft_model", 20, reading)
+
+    def propose(contexts: list[DraftContext], last: torch.Tensor, hidden: torch.Tensor | None) -> DraftBatch:
+        read.extend(range(contexts[0].start, contexts[0].computed))
+        return DraftBatch([[] for _ in contexts])
+
+    monkeypatch.setattr(proposer, "propose", propose)
+    llm.generate(tiny.prompt(70), SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))
+    assert read[:70] == ([] if reading else list(range(70)))
 
 
 @pytest.mark.pairwise

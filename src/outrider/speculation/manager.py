@@ -378,15 +378,13 @@ class SpeculationManager:
     def _is_suspended(self, context: DraftContext, hidden: Tensor | None) -> bool:
         """Return whether the drafter is not called for this request; then store the states that it may need later."""
         request, controller = context.request, self.controller
-        if controller.suspended_steps(request):
-            controller.skip(request)
-            suspended = controller.suspended_steps(request) > 0
-        elif not context.new_tokens and self.adapts(request) and controller.unprofitable(request):
-            suspended = True
-        else:
+        if not request.output and self.adapts(request):
+            controller.begin(request, request.length - context.start)
+        if not controller.suspended_steps(request):
             return False
+        controller.skip(request)
         self._catch_up.add(context, hidden)
-        return suspended
+        return controller.suspended_steps(request) > 0
 
     def _draft_isolated(
         self, name: str, outcomes: list[RowOutcome], hidden: Tensor | None, accepted: bool = False
@@ -440,10 +438,8 @@ class SpeculationManager:
         if batch is None:
             batch = proposer.propose(drafting, last, hidden)
         drafts = validated(batch, drafting, self.target.model.config.vocabulary, self.verifier)
-        reads_prompt = any(not context.new_tokens or not context.request.output for context in drafting)
-        if timed and not catches_up and not reads_prompt:
-            depth = max(context.num_draft_tokens for context in drafting) if batch.reached is None else batch.reached
-            controller.observe_draft(name, depth, time.perf_counter() - started)
+        if timed and not catches_up:
+            self._observe_draft(name, drafting, batch, time.perf_counter() - started)
         for context in drafting:
             self._catch_up.forget(context.request)
         drops = timed and not suspendable
@@ -455,6 +451,15 @@ class SpeculationManager:
             for context, draft in zip(drafting, trimmed, strict=True)
         )
         return [next(proposals) if is_called else NO_PROPOSAL for is_called in called]
+
+    def _observe_draft(self, name: str, contexts: list[DraftContext], batch: DraftBatch, seconds: float) -> None:
+        """Learn the latency of a call: of a draft, or of reading prompts; a call that does both is not measured."""
+        reading = sum(not context.new_tokens or not context.request.output for context in contexts)
+        if not reading:
+            depth = max(context.num_draft_tokens for context in contexts) if batch.reached is None else batch.reached
+            self.controller.observe_draft(name, depth, seconds)
+        elif reading == len(contexts):
+            self.controller.observe_reading(name, sum(one.computed - one.start for one in contexts), seconds)
 
     def _pause(
         self, contexts: list[DraftContext], drafts: list[Draft | None], trimmed: list[Draft | None], seconds: float

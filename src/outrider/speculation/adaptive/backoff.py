@@ -26,6 +26,10 @@ class Backoff:
         self.skip(1)
         return False
 
+    def pause(self) -> None:
+        """Begin with the longest pause: nothing is known of the text yet, and a probe would cost too much."""
+        self.remaining, self.due = MAX_PAUSE, False
+
     def repeat(self) -> None:
         """Probe in the next step as well: the last probe was accepted. The pause that follows is longer."""
         self.due = True

@@ -10,15 +10,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import accumulate
 
 from ...request import Request
-from ...types import Draft
+from ...types import Draft, Suspension
 from .acceptance_model import REQUEST_MEMORY, DraftRates, Rates, confidence_key, products
 from .backoff import Backoff
 from .latency_model import LatencyCurve, LatencyModel
-from .suspension import explain
 from .width_search import fastest_widths
 
+# Share of the time: the most that drafters lose by reading prompts of requests whose drafts are not expected to pay.
+# Of a request of 80 prompt and 80 output tokens, reading takes 1 % with a block head and 3 to 6 % with EAGLE-3 (N1,
+# docs/log.md, "Prompts that a suspended drafter does not read"): all texts are read, or one in three to six.
+READING_SHARE = 0.01
 MAX_FOLLOWING = 16.0  # steps without drafts: the time that a drafter may take to follow the text since it last paid
 
 
@@ -28,6 +32,8 @@ class Method:
     def __init__(self) -> None:
         self.rates, self.calibration = DraftRates(), Rates()
         self.latency = LatencyCurve()  # by width
+        self.reading = LatencyCurve()  # of a prompt and the first draft after it, by tokens
+        self.decoding = 0.0  # seconds of decoding since a prompt was read although drafts were not expected to pay
         self.speed = 0.0  # expected tokens a second of each request; fading mean, 0: not known yet
 
 
@@ -63,8 +69,30 @@ class AdaptiveController:
         """Return the number of requests that have state here."""
         return len(self._requests)
 
+    def begin(self, request: Request, tokens: int) -> None:
+        """Suspend the drafter of a new request if its drafts are not expected to pay, and reading costs too much.
+
+        A text that is not read is probed later, but a drafter without its prompt accepts fewer tokens. So among texts
+        whose drafts do not pay some are read, and an easy one is found at its first token. tokens: of the prompt.
+        """
+        if request in self._requests or not self.latency.covers(1):
+            return
+        state, width = self._state(request), request.width
+        acceptance, verification = state.rates.acceptance(width), self.latency.table(1, width)
+        drafting, method = self._drafting(request, width), state.method
+        if any(fastest_widths([acceptance], verification, drafting, 1)[0]):
+            return
+        if method.reading.seconds(tokens) <= READING_SHARE * method.decoding:  # 0 <= 0 before the first measurement
+            method.decoding = 0.0
+        else:
+            state.backoff.pause()
+            self._note_suspended([request], [acceptance], [0], drafting, 0)
+
     def forget(self, request: Request) -> None:
-        self._requests.pop(request, None)
+        """Drop the state of a request that has ended."""
+        state = self._requests.pop(request, None)
+        if state is not None and self.latency.covers(1):
+            state.method.decoding += len(request.output) * self.latency.seconds(1, 0)
 
     def draft_latency(self, method: str) -> LatencyCurve:
         """Return the seconds of a call of the method by the widest draft; 0: it only follows the text."""
@@ -74,6 +102,10 @@ class AdaptiveController:
         """Learn that a call drafted `depth` tokens in `seconds`, unless multi-step runs are timed."""
         if method not in self.multi_step:
             self.draft_latency(method).observe(depth, seconds)
+
+    def observe_reading(self, method: str, tokens: int, seconds: float) -> None:
+        """Learn that a call read `tokens` of prompts in `seconds`."""
+        self._methods[method].reading.observe(tokens, seconds)
 
     def learn(self, request: Request, draft: Draft, path: Sequence[int]) -> None:
         """Learn that of a verified draft the tokens with the indices `path` were accepted."""
@@ -99,13 +131,6 @@ class AdaptiveController:
         """Return for how many further steps the drafter of `request` is suspended; 0: it is not."""
         state = self._requests.get(request) if request.method in self.suspendable else None
         return 0 if state is None else state.backoff.remaining
-
-    def unprofitable(self, request: Request) -> bool:
-        """Return whether drafts for a new request are not expected to pay: its prompt need not be processed then."""
-        width, acceptance = request.width, self._state(request).rates.acceptance(request.width)
-        return self.latency.covers(1) and not any(
-            fastest_widths([acceptance], self.latency.table(1, width), self._drafting(request, width), 1)[0]
-        )
 
     def should_drop(self, request: Request, batch_size: int) -> bool:
         """Return whether a drafter that has not paid for long costs too much to follow the text."""
@@ -206,3 +231,20 @@ class AdaptiveController:
         if request not in self._requests:
             self._requests[request] = State(self._methods[request.method])
         return self._requests[request]
+
+
+def explain(
+    acceptance: Sequence[float], verification: Sequence[float], drafting: Sequence[float], batch_size: int
+) -> Suspension | None:
+    """Describe the fastest step in which one request has a draft; None if it is faster than the step without one.
+
+    acceptance: of the request's tokens. verification, drafting: seconds by drafted tokens, from 0 on.
+    """
+    plain = verification[0] + drafting[0]
+    expected = list(accumulate(acceptance, initial=float(batch_size)))
+    width = max(range(1, len(expected)), key=lambda width: expected[width] / (verification[width] + drafting[width]))
+    cost, tokens = (verification[width] + drafting[width]) / plain, expected[width] / batch_size
+    if tokens > cost:  # drafts of other requests are worth more, and all together would be too many
+        return None
+    share = (drafting[width] - drafting[0]) / plain
+    return Suspension(batch_size, batch_size + width, cost, share, tokens, acceptance[0])
