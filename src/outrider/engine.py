@@ -14,7 +14,7 @@ from .cache.pages import Pages
 from .catalog import with_revision
 from .config import DeviceFacts, EngineConfig, ResolvedConfig
 from .detokenizer import ParentRequest, error_text
-from .device import check_kv_dtype, choose_backend, open_device, single_threaded_torch, within_memory
+from .device import SingleThreadedTorch, check_kv_dtype, choose_backend, open_device, within_memory
 from .device.graphs import Graphs
 from .errors import UserError
 from .input_processor import InputProcessor, Prompt, PromptInput, end_tokens, read_prompt
@@ -91,7 +91,8 @@ class Engine:
             self.adapters,
             self._window,
         )
-        with single_threaded_torch(backend):
+        self._torch = SingleThreadedTorch(backend)
+        with self._torch:
             if self.device.defaults.warms_up:
                 WarmUp(self.runner, self.resolved).run()
             if speculation.method and speculation.adaptive:
@@ -121,7 +122,9 @@ class Engine:
         try:
             outputs = self._outputs(step, self.scheduler.commit(step, results), quiet)
         finally:  # also if this fails: `abort` releases only requests that have not finished
-            self.spec_manager.release([row.request for row in step.rows if row.request.finish_reason is not None])
+            finished = [row.request for row in step.rows if row.request.finish_reason is not None]
+            if finished:
+                self.spec_manager.release(finished)
         self._measure(step, results, started)
         return outputs
 
@@ -188,7 +191,7 @@ class Engine:
         self.times = StepTimes()
 
     def _run(self, step: Step) -> list[RowResult]:
-        with single_threaded_torch(self.resolved.backend):
+        with self._torch:
             return self._run_rows(step)
 
     def _run_rows(self, step: Step) -> list[RowResult]:

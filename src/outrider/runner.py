@@ -107,8 +107,9 @@ class Runner:
             and (single := self.single_row.run(rows[0], aux_layers)) is not None
         ):
             states = [] if single.hidden is None else [single.hidden]
-            chosen = SampledTokens([single.tokens], [single.indices], {})
-            outcomes = self._compact(rows, [0], [0], chosen, states)
+            outcomes = [RowOutcome(rows[0], 0, single.tokens)]
+            if single.indices[-1] >= len(single.indices):  # the accepted path of a tree has gaps
+                self._compact(rows, [0], [0], SampledTokens([single.tokens], [single.indices], {}), states)
             return TargetResult(outcomes, AuxStates(aux_layers, states), {}, {}, single.recorded)
         sampling = [index for index, row in enumerate(rows) if row.sample]
         batch, inputs = self.gather(rows), self.sampler.prepare([rows[index] for index in sampling])

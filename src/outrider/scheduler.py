@@ -298,7 +298,7 @@ class Scheduler:
             request.draft = draft if count and pages is not None else None
             if request.draft is not None:
                 allowance -= count
-                step.put(replace(row, draft=request.draft))
+                step.put(Row(request, row.start, row.tokens, row.sample, request.draft))
 
     def _reserve_for_drafts(self, step: _StepBuilder) -> None:
         """Allocate the pages that drafters write after prompts that end in this step, if there are free ones.
@@ -326,8 +326,9 @@ class Scheduler:
         return decode_steps
 
     def _can_multi_step(self, rows: dict[Request, Row]) -> bool:
-        decoding = all(request.multi_step and row.sample and len(row.tokens) == 1 for request, row in rows.items())
-        return self.decode_steps > 1 and decoding
+        return self.decode_steps > 1 and all(
+            request.multi_step and row.sample and len(row.tokens) == 1 for request, row in rows.items()
+        )
 
     def _extend(self, request: Request, step: _StepBuilder) -> None:
         """Add a row for a running request, preempting the youngest requests, itself included, for its pages."""
@@ -345,9 +346,11 @@ class Scheduler:
 
     def _admit(self, step: _StepBuilder) -> None:
         """Admit waiting requests, oldest first, while there are rows, tokens, pages, and slots for their adapters."""
+        if not self._waiting:
+            return
         no_slot = False
         index, most = 0, max(int(RUNNING_SHARE * self.max_requests), MIN_SAMPLES)
-        samples = Counter(request.parent_id for request in self._running) if self._waiting else Counter[str]()
+        samples = Counter(request.parent_id for request in self._running)
         while step.budget > 0 and len(self._running) < self.max_requests and index < len(self._waiting):
             request = self._waiting[index]
             if self._waits_for_first_sample(request) or (request.parent_id and samples[request.parent_id] >= most):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,23 +43,27 @@ class SingleRowStep:
         request, draft = row.request, row.draft
         if not row.sample or len(row.tokens) != 1 or self.verifier.mode != "exact" or not self._take(request):
             return None
-        size, is_tree = row.size, draft is not None and draft.parents is not None
-        key = size, table_width(len(request.pages)), is_tree, request.adapter is not None, aux_layers
+        size, pages, is_tree = row.size, request.pages, draft is not None and draft.parents is not None
+        key = size, table_width(len(pages)), is_tree, request.adapter is not None, aux_layers
         found = self.recordings.find(key, lambda: self._record(*key), at_once=True)
         if found is None:
             return None
-        start, slots = row.start, slots_of(request.pages, range(row.start, row.start + size), self.pages.page_size)
-        positions = range(start, start + size) if draft is None else [start, *(start + 1 + d for d in draft.depths())]
-        values = [*row.tokens, *(() if draft is None else draft.tokens), *positions, *slots, 0, size]
-        values += padded_table(request.pages, key[1])
-        if draft is not None:
-            parents = [-1, *(parent + 1 for parent in draft.parent_indices())]
-            values += parents if is_tree else ()
+        following = range(row.start, row.start + size)
+        positions: Sequence[int] = following
+        parents: Sequence[int] = range(-1, size - 1)  # of a chain
+        if draft is not None and draft.parents is not None:
+            positions = [row.start, *(row.start + 1 + depth for depth in draft.depths())]
+            parents = [-1, *(parent + 1 for parent in draft.parents)]
+        tokens = row.tokens if draft is None else row.tokens + draft.tokens
+        values = [*tokens, *positions, *slots_of(pages, following, self.pages.page_size), 0, size]
+        values += padded_table(pages, key[1])
+        if is_tree:
+            values += parents
         if request.adapter is not None:
             values += [slot_of(request)] * size
-        values += [request.length, request.params.top_k]
+        values += request.length, request.params.top_k
         if draft is not None:
-            values += [-1, *draft.tokens, *parents]
+            values += -1, *draft.tokens, *parents
         found.inputs.fill(values)
         recorded = found.replay is None
         if self.recordings.run(found) < 0:

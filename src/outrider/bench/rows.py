@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from ..device import single_threaded_torch
+from ..device import SingleThreadedTorch
 from ..diagnostics.machine import machine_facts
 from ..kernels import load
 from ..llm import LLM
@@ -59,7 +59,7 @@ def measure(open_model: Callable[[], LLM], config: RowsConfig) -> dict[str, Any]
     llm = open_model()
     timer = ModelTimer(llm.engine.model)
     samples: dict[tuple[int, int], list[StepParts]] = {}  # by threads and rows
-    with prefilled(llm, config.context, max(config.rows), random.Random(0)) as request, single_threaded_torch(BACKEND):
+    with prefilled(llm, config.context, max(config.rows), random.Random(0)) as request, SingleThreadedTorch(BACKEND):
         llm.engine.runner.model = timer  # type: ignore[assignment]
         for number in range(config.rounds + 1):
             for threads in config.threads:

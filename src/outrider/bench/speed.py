@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from ..device import choose_backend, open_device, single_threaded_torch
+from ..device import SingleThreadedTorch, choose_backend, open_device
 from ..diagnostics.machine import bandwidth_meter, machine_facts
 from ..kernels import cpu
 from ..llm import LLM
@@ -223,7 +223,7 @@ def busy_seconds(llm: LLM) -> float:
 def time_widths(llm: LLM, config: SpeedConfig, rng: random.Random) -> dict[int, float]:
     """Time steps of 1, 2, 4, ... tokens of one request, of which all but the first are drafted."""
     start = config.prompt_tokens
-    with prefilled(llm, start, max(WIDTHS), rng) as request, single_threaded_torch(llm.resolved.backend):
+    with prefilled(llm, start, max(WIDTHS), rng) as request, SingleThreadedTorch(llm.resolved.backend):
         # The fastest of a few repeats is a step that nothing interrupted.
         return {width: min(time_step(llm, request, start, width) for _ in range(REPEATS)) for width in WIDTHS}
 

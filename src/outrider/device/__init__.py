@@ -1,6 +1,6 @@
 """Devices: the only package besides the kernels that knows hardware."""
 
-from .cpu import HOST, Cpu, CpuBuffer, single_threaded_torch
+from .cpu import HOST, Cpu, CpuBuffer, SingleThreadedTorch
 from .interface import NUMPY, Buffer, Device, DeviceDefaults, Fence, Result, Values
 from .selection import check_kv_dtype, choose_backend, open_device, within_memory
 
@@ -14,10 +14,10 @@ __all__ = [
     "DeviceDefaults",
     "Fence",
     "Result",
+    "SingleThreadedTorch",
     "Values",
     "check_kv_dtype",
     "choose_backend",
     "open_device",
-    "single_threaded_torch",
     "within_memory",
 ]

@@ -6,8 +6,7 @@ import math
 import os
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,21 +86,23 @@ class Cpu:
 HOST = Cpu()
 
 
-@contextmanager
-def single_threaded_torch(backend: str) -> Iterator[None]:
-    """Restrict torch to the calling thread while native CPU kernels run.
+class SingleThreadedTorch:
+    """Restricts torch to the calling thread while native CPU kernels run. Not reentrant; entered in each step.
 
     The kernels have a thread pool of their own. Torch's threads spin after each operation and would take its cores.
     """
-    before = torch.get_num_threads()
-    if backend != "cpu" or before == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+
+    def __init__(self, backend: str) -> None:
+        self._is_cpu, self._before = backend == "cpu", 1
+
+    def __enter__(self) -> None:
+        self._before = torch.get_num_threads() if self._is_cpu else 1
+        if self._before > 1:
+            torch.set_num_threads(1)
+
+    def __exit__(self, *_: object) -> None:
+        if self._before > 1:
+            torch.set_num_threads(self._before)
 
 
 def _available_memory() -> int:

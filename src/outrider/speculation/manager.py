@@ -43,6 +43,10 @@ class CapturedDrafting(Protocol):
         ...
 
 
+Thresholds = tuple[float, float, float]  # `min_acceptance`, `min_continuation`, `tokens_per_second` of a DraftContext
+NO_THRESHOLDS: Thresholds = (0.0, 0.0, 0.0)
+
+
 @dataclass(frozen=True)
 class RowOutcome:
     """A row after verification."""
@@ -66,14 +70,20 @@ class RowOutcome:
         """Return how many tokens of the text have final KV."""
         return self.row.start + len(self.row.tokens) + self.num_accepted
 
-    def context(self, width: int = 0) -> DraftContext:
+    def context(self, width: int = 0, thresholds: Thresholds = NO_THRESHOLDS) -> DraftContext:
         """Return the request as its drafter sees it; width: tokens to draft."""
-        return DraftContext(self.row.request, self.row.start, self.computed, self.tokens, width, self.first)
+        row, (acceptance, continuation, speed) = self.row, thresholds
+        first, computed = self.first, self.computed
+        return DraftContext(
+            row.request, row.start, computed, self.tokens, width, first, acceptance, speed, continuation
+        )
 
     @property
     def ends(self) -> bool:
         """Return whether one of its tokens ends the request."""
         request = self.row.request
+        if request.continues_after(self.tokens):
+            return False
         first = len(request.output) + 1
         return any(request.ending(count, token) for count, token in enumerate(self.tokens, first))
 
@@ -331,6 +341,8 @@ class SpeculationManager:
     def aux_layers(self, rows: Sequence[Row]) -> tuple[int, ...]:
         """Return the layers of the target whose states the drafters of these rows read."""
         names = {row.request.method for row in rows if row.request.width and not self._skips_states(row.request)}
+        if not names:
+            return ()
         return tuple(sorted({layer for name in names for layer in self.methods[name].needs.aux_layers}))
 
     def _skips_states(self, request: Request) -> bool:
@@ -343,47 +355,42 @@ class SpeculationManager:
         self._batch_size = len(outcomes)
         groups: dict[str, list[int]] = {}
         for index, outcome in enumerate(outcomes):
-            if outcome.row.request.width:
-                groups.setdefault(outcome.row.request.method, []).append(index)
+            request = outcome.row.request
+            if request.width and not self._skips(request):
+                groups.setdefault(request.method, []).append(index)
         for name, indices in groups.items():
-            active, hidden = self._active(name, {index: outcomes[index] for index in indices}, states)
-            if active:
-                drafted = self._draft_isolated(name, list(active.values()), hidden)
-                for index, proposal in zip(active, drafted, strict=True):
+            layers = self.methods[name].needs.aux_layers
+            hidden = states.joined(layers) if layers else None
+            if name in self.controller.suspendable:
+                indices = [index for index in indices if not self._is_suspended(outcomes[index], hidden)]
+            if indices:
+                drafted = self._draft_isolated(name, [outcomes[index] for index in indices], hidden)
+                for index, proposal in zip(indices, drafted, strict=True):
                     proposals[index] = proposal
         return proposals
 
-    def _active(
-        self, name: str, outcomes: dict[int, RowOutcome], states: AuxStates
-    ) -> tuple[dict[int, RowOutcome], Tensor | None]:
-        """Return the rows whose drafter is not suspended, and the aux hidden states that it reads [T, layers * E]."""
-        layers = self.methods[name].needs.aux_layers
-        pauses = [self._pauses.get(outcome.row.request) for outcome in outcomes.values()]
-        if all(pause is not None and pause.remaining for pause in pauses):
-            for pause, outcome in zip(filter(None, pauses), outcomes.values(), strict=True):
-                pause.remaining -= 1
-                spec_stats = outcome.row.request.spec_stats
-                if pause.cut and spec_stats.suspension is not None:
-                    spec_stats.suspend(spec_stats.suspension)
-            return {}, None
-        if all(self._skips_states(outcome.row.request) for outcome in outcomes.values()):
-            for outcome in outcomes.values():
-                self.controller.skip(outcome.row.request)
-            return {}, None
-        hidden = states.joined(layers) if layers else None
-        if name not in self.controller.suspendable:
-            return outcomes, hidden
-        return {i: row for i, row in outcomes.items() if not self._is_suspended(row.context(), hidden)}, hidden
+    def _skips(self, request: Request) -> bool:
+        """Return whether nothing is done for this request in this step; count the step then."""
+        pause = self._pauses.get(request)
+        if pause is not None and pause.remaining:
+            pause.remaining -= 1
+            if pause.cut and request.spec_stats.suspension is not None:
+                request.spec_stats.suspend(request.spec_stats.suspension)
+            return True
+        if self._skips_states(request):
+            self.controller.skip(request)
+            return True
+        return False
 
-    def _is_suspended(self, context: DraftContext, hidden: Tensor | None) -> bool:
-        """Return whether the drafter is not called for this request; then store the states that it may need later."""
-        request, controller = context.request, self.controller
+    def _is_suspended(self, outcome: RowOutcome, hidden: Tensor | None) -> bool:
+        """Return whether the drafter is not called for this row; then store the states that it may need later."""
+        request, controller = outcome.row.request, self.controller
         if not request.output and self.adapts(request):
-            controller.begin(request, request.length - context.start)
+            controller.begin(request, request.length - outcome.row.start)
         if not controller.suspended_steps(request):
             return False
         controller.skip(request)
-        self._catch_up.add(context, hidden)
+        self._catch_up.add(outcome.context(), hidden)
         return controller.suspended_steps(request) > 0
 
     def _draft_isolated(
@@ -484,17 +491,13 @@ class SpeculationManager:
 
     def _contexts(self, name: str, outcomes: list[RowOutcome]) -> list[DraftContext]:
         """Return the context of each row, with the number of tokens to draft and the thresholds at which they pay."""
-        proposer, controller, batch_size = self.methods[name], self.controller, self._batch_size
+        proposer, thresholds = self.methods[name], NO_THRESHOLDS
         widths = self._widths(proposer, outcomes)
-        contexts = [outcome.context(width) for outcome, width in zip(outcomes, widths, strict=True)]
-        if not self._is_timed(proposer) or self._is_blind(proposer):
-            return contexts
-        acceptance, continuation, speed = controller.thresholds(name, batch_size)
+        if self._is_timed(proposer) and not self._is_blind(proposer):
+            thresholds = self.controller.thresholds(name, self._batch_size)
         return [
-            replace(context, min_acceptance=acceptance, tokens_per_second=speed, min_continuation=continuation)
-            if self.adapts(context.request)
-            else context
-            for context in contexts
+            outcome.context(width, thresholds if self.adapts(outcome.row.request) else NO_THRESHOLDS)
+            for outcome, width in zip(outcomes, widths, strict=True)
         ]
 
     def _should_drop(self, context: DraftContext) -> bool:
@@ -541,8 +544,10 @@ class SpeculationManager:
         width = min(width, remaining)
         if request.lookahead:  # the newest token and all drafted ones but the last are written
             width = min(width, len(request.pages) * self.target.page_size - length + 1)
-        contexts = [limit for limit in (needs.context, self.plan.max_context) if limit is not None]
-        return max(min([width, *(limit - length for limit in contexts)]), 0)
+        for limit in (needs.context, self.plan.max_context):
+            if limit is not None:
+                width = min(width, limit - length)
+        return max(width, 0)
 
     def _trim(self, contexts: list[DraftContext], drafts: list[Draft | None]) -> list[Draft | None]:
         """Cut tokens that are not worth verifying."""
@@ -571,7 +576,7 @@ def validated(
         if not reads and draft.logits is not None:
             draft = replace(draft, logits=None)  # large, and not read
         check_draft(draft, vocabulary)
-        if draft.parents == list(range(-1, len(draft.tokens) - 1)):
+        if draft.parents is not None and draft.parents == list(range(-1, len(draft.tokens) - 1)):
             draft = replace(draft, parents=None)  # a tree of one branch: chains are cheaper to run
         if draft.parents is not None and verifier.mode == "block":
             raise ValueError(f"a tree was drafted, but `verify=block` verifies only chains: {draft.parents}")
@@ -582,7 +587,8 @@ def validated(
 def check_draft(draft: Draft, vocabulary: int) -> None:
     """Refuse token ids, parents or shapes with which the target's pass would read out of bounds."""
     tokens, parents = draft.tokens, draft.parents
-    if any(not hasattr(number, "__index__") for number in (*tokens, *(parents or ()))):
+    types = {*map(type, tokens), *map(type, parents or ())}
+    if not all(hasattr(kind, "__index__") for kind in types):
         raise ValueError(f"tokens and parents of a draft must be whole numbers: {tokens}, {parents}")
     if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
         raise ValueError(f"the last token of the vocabulary is {vocabulary - 1}, but these were drafted: {tokens}")
@@ -590,7 +596,10 @@ def check_draft(draft: Draft, vocabulary: int) -> None:
         len(parents) != len(tokens) or any(not -1 <= parent < index for index, parent in enumerate(parents))
     ):
         raise ValueError(f"a drafted token has a parent that is not listed before it: {parents}")
-    if any(part is not None and len(part) != len(tokens) for part in (draft.confidence, draft.origins)):
+    confidence, origins = draft.confidence, draft.origins
+    if (confidence is not None and len(confidence) != len(tokens)) or (
+        origins is not None and len(origins) != len(tokens)
+    ):
         raise ValueError(f"{len(tokens)} tokens were drafted, but with another number of confidences or origins")
     if draft.logits is not None and tuple(draft.logits.shape) != (len(tokens), vocabulary):
         raise ValueError(f"{len(tokens)} tokens were sampled from logits of shape {list(draft.logits.shape)}")

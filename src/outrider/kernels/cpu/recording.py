@@ -65,17 +65,24 @@ class Replay:
 
     def __init__(self, native: _native.Recording, alive: list[object]) -> None:
         self._native, self._alive = native, alive
+        self._loaded: tuple[Tensor | None, Tensor | None] = None, None  # target and source of the last `load`
+        self._target = self._source = 0  # their addresses
+        self._target_bytes = self._row_bytes = self._spare = 0  # spare: rows of the source beyond those of the target
 
     def __call__(self, depths: int = 0, least: float = 0.0, shared_noise: bool = False) -> int:
         return self._native.replay(depths, least, shared_noise)
 
     def load(self, target: Tensor, source: Tensor, first: int) -> None:
-        count, columns = target.shape
-        if not 0 <= first <= source.shape[0] - count:
-            raise ValueError(f"rows {first} to {first + count} are not in {list(source.shape)}")
-        row = columns * target.itemsize
-        begin = address(source, target.dtype, source.shape[0], columns)
-        _native.copy_bytes(address(target, target.dtype), begin + first * row, count * row)
+        """Copy rows of `source` from `first` on to `target`. Tensors that come again are not checked again."""
+        if self._loaded[0] is not target or self._loaded[1] is not source:
+            columns = target.shape[1]
+            self._target, self._target_bytes = address(target, target.dtype), target.nbytes
+            self._source = address(source, target.dtype, source.shape[0], columns)
+            self._spare, self._row_bytes = source.shape[0] - target.shape[0], columns * target.itemsize
+            self._loaded = target, source
+        if not 0 <= first <= self._spare:
+            raise ValueError(f"rows from {first} on are not in {list(source.shape)}: {len(target)} are to be copied")
+        _native.copy_bytes(self._target, self._source + first * self._row_bytes, self._target_bytes)
 
 
 def record(run: Callable[[Recorder], None]) -> Replay | None:

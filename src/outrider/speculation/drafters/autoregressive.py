@@ -97,7 +97,6 @@ class Autoregressive:
         self._ids: Tensor | None = None  # network.ids as int32
         self._ranges: dict[int, Tensor] = {}  # by length: 0, 1, 2, ...; kept, as CUDA graphs read them
         self._recordings = Recordings(self.ops, network.pages)
-        self._first_state: Tensor | None = None  # [1, S]: from recorded first passes to recorded loops
 
     # ---- a call from the host ----
 
@@ -218,58 +217,38 @@ class Autoregressive:
         context, count = plan.context, plan.stop - plan.begin
         if self.sampler.keeps_logits or (hidden is not None and plan.begin <= context.start):
             return None  # the first entry reads a state of an earlier step
-        pages, greedy = table_width(len(plan.pages)), self.sampler.is_greedy([context])
-        first = self._recordings.find((count, pages), lambda: self._record_first_pass(count, pages))
-        loop = self._recordings.find(("loop", pages, greedy), lambda: self._record_loop(pages, greedy))
-        if first is None or loop is None:
+        key = count, table_width(len(plan.pages)), self.sampler.is_greedy([context])
+        found = self._recordings.find(key, lambda: self._record(*key))
+        if found is None:
             return None
-        chain: RecordedChain = loop.outputs
-        shift, slots = plan.shift, slots_of(context.request.pages, range(plan.begin, plan.stop), self.page_size)
-        table = padded_table(plan.pages, pages)
-        first.inputs.fill(
-            [
-                *context.tokens(plan.begin, plan.stop),
-                *range(plan.begin - shift, plan.stop - shift),
-                *slots,
-                0,
-                count,
-                *table,
-            ]
-        )
+        values = context.tokens(plan.begin, plan.stop)
+        values += range(plan.begin - plan.shift, plan.stop - plan.shift)
+        values += slots_of(context.request.pages, range(plan.begin, plan.stop), self.page_size)
+        values += 0, count
+        values += padded_table(plan.pages, key[1])
+        found.inputs.fill(values)
         if hidden is not None:
-            first.load(hidden, context.first_row + plan.begin - 1 - context.start)
-        loop.inputs.fill([context.computed - shift, *table])
+            found.load(hidden, context.first_row + plan.begin - 1 - context.start)
+        chain: RecordedChain = found.outputs
         chain.take(context)
-        if self._recordings.run(first) < 0:
-            return None
-        reached = self._recordings.run(loop, plan.width, least_path(context, paid=False), chain.shares_noise)
+        reached = self._recordings.run(found, plan.width, least_path(context, paid=False), chain.shares_noise)
         return None if reached < 0 else chain.read(plan, contexts, reached)
 
-    def _record_first_pass(self, count: int, pages: int) -> Recorded:
+    def _record(self, count: int, pages: int, greedy: bool) -> Recorded:
+        """Record the first pass over `count` entries and the decode loop after it."""
         network = self.network
         inputs, batch = make_batch(self.device, Shape(count, 1, pages))
         hidden = self.device.zeros((count, network.features), torch.float32) if network.features else None
-
-        def run(_: object) -> None:
-            features = None if hidden is None else network.project_features(hidden)
-            state = self.extend(FirstPass(batch, features, None))[count - 1 :]  # [1, S]
-            if self._first_state is None:
-                self._first_state = torch.empty_like(state)
-            self._first_state.copy_(state)
-
-        return Recorded(run, inputs, hidden)
-
-    def _record_loop(self, pages: int, greedy: bool) -> Recorded:
-        inputs = self.device.buffer(1 + pages, torch.int32)
-        positions, tables = inputs.tensor[:1], inputs.tensor[1:].view(1, pages)
         chain = RecordedChain(self.sampler, self.device, self.width, self._known_ids(), greedy)
+        newest = batch.positions[count - 1 :]
 
         def run(recorder: object) -> None:
-            assert self._first_state is not None
             chain.recorder = recorder
-            self.decode(chain, self._first_state, positions, positions, tables)
+            features = None if hidden is None else network.project_features(hidden)
+            state = self.extend(FirstPass(batch, features, None))[count - 1 :]  # [1, S]
+            self.decode(chain, state, newest, newest, batch.page_tables)
 
-        return Recorded(run, inputs, outputs=chain)
+        return Recorded(run, inputs, hidden, chain)
 
     # ---- inputs of a call ----
 

@@ -7,7 +7,7 @@ Entries of a block are scratch: they lie where the text continues, and those of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...cache.pages import Pages, slots_of
+from ...device import Buffer
 from ...errors import UserError
 from ...input_batch import BatchBuilder, Shape, as_batch, sizes
 from ...kernels import Batch
@@ -136,7 +137,7 @@ class BlockDrafter:
         self._id_list: list[int] | None = None
         self._recordings = Recordings(self.ops, head.pages)
         self._scores: dict[int, Tensor] = {}  # by tokens of a block [depths, U]: recorded, for trees
-        self._states: dict[int, Tensor] = {}  # by tokens of a block [size, H]: from recorded passes to recorded loops
+        self._states: dict[int, Tensor] = {}  # by tokens of a block [size, H]: recorded, for trees
 
     # ---- a call from the host ----
 
@@ -145,18 +146,16 @@ class BlockDrafter:
         planned = [self._plan(row, context) for row, context in enumerate(contexts)]
         reading = [block for block in planned if block is not None]
         drafting = [block for block in reading if block.width > 0]
-        draft = DraftBatch([[] for _ in contexts], reached=0)
-        if reading:
+        draft = self._replay_chain(contexts, reading, hidden) if reading else None
+        if draft is None and reading:
             states = self._replay_pass(reading, hidden)
             if states is None:
                 states = self.extend(self._call_inputs(reading, drafting, hidden))
-            self._update_kv(reading)
-            if drafting and (replayed := self._replay_loop(contexts, drafting, states)) is not None:
-                draft = replayed
-            elif drafting:
+            if drafting:
                 newest = last if len(drafting) == len(last) else last[[block.row for block in drafting]]
                 draft = self._draft(contexts, drafting, states, newest)
-        return draft
+        self._update_kv(reading)
+        return draft or DraftBatch([[] for _ in contexts], reached=0)
 
     @property
     def weight_bytes(self) -> int:
@@ -262,15 +261,41 @@ class BlockDrafter:
 
     # ---- a call for one request, by replay ----
 
+    def _replay_chain(
+        self, contexts: Sequence[DraftContext], reading: list[Block], hidden: Tensor
+    ) -> DraftBatch | None:
+        """Draft a chain for one request; None if the call is another one, or is not recorded."""
+        block = reading[0]
+        if self.branches > 1 or self.sampler.keeps_logits:
+            return None
+        greedy = self.sampler.is_greedy([block.context])
+        found = self._find(reading, hidden, partial(self._record_chain, greedy), greedy)
+        if found is None:
+            return None
+        chain: RecordedChain = found.outputs
+        chain.take(block.context)
+        reached = self._recordings.run(found, block.width, least_path(block.context, paid=True), chain.shares_noise)
+        return None if reached < 0 else chain.read(block, contexts, reached)
+
     def _replay_pass(self, reading: list[Block], hidden: Tensor) -> Tensor | None:
         """Store the context of one request and run its block; return its states; None if this is not recorded."""
+        found = self._find(reading, hidden, self._record_pass)
+        return None if found is None or self._recordings.run(found) < 0 else self._states[reading[0].size]
+
+    def _find(
+        self, reading: list[Block], hidden: Tensor, build: Callable[[int, int, int], Recorded], *key: Hashable
+    ) -> Recorded | None:
+        """Return the recording for the block of one request, with its inputs; None if the call is not recorded.
+
+        build: takes the positions of the context to store, the tokens of a block, and the width of the page table.
+        """
         block = reading[0]
         context, begin, size, shift = block.context, block.begin, block.size, block.shift
         count, computed = context.computed - begin, context.computed
         if len(reading) > 1 or not size or computed > self._capacity(block):
             return None
         pages = table_width(len(block.pages))
-        found = self._recordings.find((count, size, pages), lambda: self._record_pass(count, size, pages))
+        found = self._recordings.find((count, size, pages, *key), lambda: build(count, size, pages))
         if found is None:
             return None
         table = padded_table(block.pages, pages)
@@ -280,9 +305,9 @@ class BlockDrafter:
         values += [*range(computed - shift, computed - shift + size), *slots[count:], 0, size, *table]
         found.inputs.fill(values)
         found.load(hidden, context.first_row + begin - context.start)
-        return None if self._recordings.run(found) < 0 else self._states[size]
+        return found
 
-    def _record_pass(self, count: int, size: int, pages: int) -> Recorded:
+    def _pass_inputs(self, count: int, size: int, pages: int) -> tuple[Buffer, BlockPass]:
         shapes = Shape(count, 1, pages), Shape(size, 1, pages)
         inputs = self.device.buffer(sum(sum(sizes(shape)) for shape in shapes), torch.int32)
         lengths = [sizes(shape) for shape in shapes]
@@ -291,44 +316,31 @@ class BlockDrafter:
             as_batch(shape, torch.split(part, one)) for shape, part, one in zip(shapes, both, lengths, strict=True)
         )
         hidden = self.device.zeros((count, self.head.features), torch.float32)
-        inputs_of_pass = BlockPass(stored, hidden, blocks, self._by_depth(1, size))
+        return inputs, BlockPass(stored, hidden, blocks, self._by_depth(1, size))
+
+    def _record_chain(self, greedy: bool, count: int, size: int, pages: int) -> Recorded:
+        """Record the pass and the decode loop after it."""
+        inputs, block_pass = self._pass_inputs(count, size, pages)
+        chain = RecordedChain(self.sampler, self.device, size - self.skipped, self._known_ids(), greedy)
+        assert block_pass.blocks is not None
+        newest = block_pass.blocks.tokens[:1]
+
+        def run(recorder: object) -> None:
+            chain.recorder = recorder
+            self.decode(chain, self.extend(block_pass), newest, newest, newest)
+
+        return Recorded(run, inputs, block_pass.hidden, chain)
+
+    def _record_pass(self, count: int, size: int, pages: int) -> Recorded:
+        inputs, block_pass = self._pass_inputs(count, size, pages)
 
         def run(_: object) -> None:
-            states = self.extend(inputs_of_pass)
+            states = self.extend(block_pass)
             if size not in self._states:
                 self._states[size] = torch.empty_like(states)
             self._states[size].copy_(states)
 
-        return Recorded(run, inputs, hidden)
-
-    def _replay_loop(
-        self, contexts: Sequence[DraftContext], drafting: list[Block], states: Tensor
-    ) -> DraftBatch | None:
-        """Draft a chain for one request; None if the call is another one, or is not recorded."""
-        block = drafting[0]
-        if len(drafting) > 1 or self.branches > 1 or states is not self._states.get(block.size):
-            return None
-        if self.sampler.keeps_logits:
-            return None
-        size, greedy = block.size, self.sampler.is_greedy([block.context])
-        found = self._recordings.find(("loop", size, greedy), lambda: self._record_loop(size, greedy))
-        if found is None:
-            return None
-        chain: RecordedChain = found.outputs
-        found.inputs.fill(block.context.tokens(block.context.computed, block.context.computed + 1))
-        chain.take(block.context)
-        reached = self._recordings.run(found, block.width, least_path(block.context, paid=True), chain.shares_noise)
-        return None if reached < 0 else chain.read(block, contexts, reached)
-
-    def _record_loop(self, size: int, greedy: bool) -> Recorded:
-        newest = self.device.buffer(1, torch.int32)
-        chain = RecordedChain(self.sampler, self.device, size - self.skipped, self._known_ids(), greedy)
-
-        def run(recorder: object) -> None:
-            chain.recorder = recorder
-            self.decode(chain, self._states[size], newest.tensor, newest.tensor, newest.tensor)
-
-        return Recorded(run, newest, outputs=chain)
+        return Recorded(run, inputs, block_pass.hidden)
 
     def _replay_tree(self, builder: TreeBuilder[Block], states: Tensor) -> bool:
         """Grow the argmax tree of one request, each depth by a replay; return whether that was possible."""
