@@ -1,0 +1,57 @@
+"""Compile the Triton kernels of the cases of some operations, for a GPU of compute capability 9.0 that is not there.
+
+Usage: compile_kernels.py OPERATION ... Launches compile and do nothing, so results are not checked.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+FEW = 3  # cases of an operation
+
+
+class Driver:
+    """What Triton's compiler asks of a GPU."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def run(operations: list[str]) -> None:
+    driver.set_active(Driver())
+    launch = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return launch(self, *args, grid=grid, warmup=True, **options)
+
+    JITFunction.run = compile_only
+    from outrider.kernels import cuda
+    from outrider.kernels.cases import CASES
+    from outrider.kernels.cuda import matrices
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("outrider.kernels.cuda") and hasattr(module, "DEVICE"):
+            module.DEVICE = torch.device("cpu")
+    matrices.EXPANDED = 0  # short rows stay quantized
+    vars(sys.modules["outrider.kernels.cuda.matmul"])["_cublas"] = lambda *_: None
+    for operation in operations:
+        cases = [case for case in CASES if case.op == operation and not case.timed]
+        for case in cases[:: -(-len(cases) // FEW)]:
+            sys.stdout.write(f"{operation}: {case.name}\n")
+            case.build(cuda, 1)(None)
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])
