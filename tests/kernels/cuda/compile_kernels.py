@@ -1,6 +1,7 @@
 """Compile the Triton kernels of the cases of some operations, for a GPU of compute capability 9.0 that is not there.
 
-Usage: compile_kernels.py OPERATION ... Launches compile and do nothing, so results are not checked.
+Usage: compile_kernels.py COUNT OPERATION, with the number of cases. Launches compile and do nothing, so results are not
+checked.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
-
-FEW = 3  # cases of an operation
 
 
 class Driver:
@@ -29,7 +28,7 @@ class Driver:
         return GPUTarget("cuda", 90, 32)
 
 
-def run(operations: list[str]) -> None:
+def run(count: int, operation: str) -> None:
     driver.set_active(Driver())
     launch = JITFunction.run
 
@@ -46,12 +45,11 @@ def run(operations: list[str]) -> None:
             module.DEVICE = torch.device("cpu")
     matrices.EXPANDED = 0  # short rows stay quantized
     vars(sys.modules["outrider.kernels.cuda.matmul"])["_cublas"] = lambda *_: None
-    for operation in operations:
-        cases = [case for case in CASES if case.op == operation and not case.timed]
-        for case in cases[:: -(-len(cases) // FEW)]:
-            sys.stdout.write(f"{operation}: {case.name}\n")
-            case.build(cuda, 1)(None)
+    cases = [case for case in CASES if case.op == operation and not case.timed]
+    for case in cases[:: -(-len(cases) // count)]:
+        sys.stdout.write(f"{operation}: {case.name}\n")
+        case.build(cuda, 1)(None)
 
 
 if __name__ == "__main__":
-    run(sys.argv[1:])
+    run(int(sys.argv[1]), sys.argv[2])
