@@ -236,12 +236,13 @@ OUTRIDER_INLINE f32x16 load_fp8(const uint8_t* from) {
 OUTRIDER_INLINE f32x16 load_i8(const int8_t* from) {
   f32x16 out;
 #if defined(__ARM_NEON)
+  // Place each byte at the top of a lane, with zeros below (an index out of range gives 0): 2^24 times its value.
   const int8x16_t bytes = vld1q_s8(from);
-  const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_high_s8(bytes);
-  out.part[0] = (f32)vcvtq_f32_s32(vmovl_s16(vget_low_s16(low)));
-  out.part[1] = (f32)vcvtq_f32_s32(vmovl_high_s16(low));
-  out.part[2] = (f32)vcvtq_f32_s32(vmovl_s16(vget_low_s16(high)));
-  out.part[3] = (f32)vcvtq_f32_s32(vmovl_high_s16(high));
+  OUTRIDER_EACH(i) {
+    const uint32x4_t index = {0x00ffffff | 4u * i << 24, 0x00ffffff | (4u * i + 1) << 24,
+                              0x00ffffff | (4u * i + 2) << 24, 0x00ffffff | (4u * i + 3) << 24};
+    out.part[i] = (f32)vcvtq_n_f32_s32(vreinterpretq_s32_s8(vqtbl1q_s8(bytes, vreinterpretq_u8_u32(index))), 24);
+  }
 #elif defined(__AVX512F__)
   out.part[0] = (f32)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 #elif defined(__AVX2__)

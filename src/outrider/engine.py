@@ -22,6 +22,7 @@ from .kernels import load
 from .models import build
 from .models.lora import LoraLayers
 from .multi_step.planner import RunLength
+from .prompt_chunks import PromptChunks
 from .request import Request, RowResult, Step
 from .runner import Runner
 from .scheduler import Scheduler
@@ -110,12 +111,14 @@ class Engine:
         self.counter = itertools.count()
         self.times = StepTimes()
         self.run_length = RunLength(self.resolved.decode_steps)
+        self.prompt_chunks = PromptChunks(self.resolved.max_step_tokens)
         self.load_seconds = time.perf_counter() - started
 
     def step(self, quiet: bool = False) -> list[Output]:
         """Run one step and return the outputs that it changed; if `quiet`, only those that are finished."""
         started = time.perf_counter()
-        step = self.scheduler.next(self.run_length.decode_steps)
+        prompt_tokens = self.prompt_chunks.limit(self.scheduler.running_count)
+        step = self.scheduler.next(self.run_length.decode_steps, prompt_tokens)
         if step is None:
             return []
         results = self._run(step)
@@ -238,6 +241,7 @@ class Engine:
         self.times.steps += max(result.passes for result in results)
         runs, requests = self.runner.multi_step, [row.request for row in step.rows]
         self.run_length.observe(time.perf_counter() - started, runs.busy, runs.step_seconds, requests)
+        self.prompt_chunks.observe(step, time.perf_counter() - started)
         self.times.seconds += time.perf_counter() - started
 
     # ---- start-up ----

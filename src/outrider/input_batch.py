@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -60,8 +61,8 @@ class BatchBuilder:
         widest = max(map(len, self.tables))
         return Shape(len(self.tokens), len(self.tables), widest, bool(self.parents), bool(self.adapters))
 
-    def pack(self, shape: Shape, alignment: int = 1) -> list[int]:
-        """Return all tensors in one list, each padded to `shape` and to a multiple of `alignment`.
+    def pack(self, shape: Shape, alignment: int = 1) -> array[int]:
+        """Return all tensors in one array, each padded to `shape` and to a multiple of `alignment`.
 
         Tokens and positions are padded with 0, slots and adapters with -1 (none), starts with the last end: so rows
         without tokens come last.
@@ -69,25 +70,28 @@ class BatchBuilder:
         count, rows, width, is_tree, has_adapters = shape
         spare, unused = [0] * (count - len(self.tokens)), [-1] * (count - len(self.tokens))
         gap, row_gap = [0] * (-count % alignment), [0] * (-(rows + 1) % alignment)
-        packed = self.tokens + spare + gap + self.positions + spare + gap + self.slots + unused + gap
-        packed += self.starts + [self.starts[-1]] * (rows + 1 - len(self.starts)) + row_gap
-        for pages in self.tables:
-            packed += pages
-            packed += [0] * (width - len(pages))
-        packed += [0] * (width * (rows - len(self.tables)) + -(rows * width) % alignment)
+        numbers = self.tokens + spare + gap + self.positions + spare + gap + self.slots + unused + gap
+        numbers += self.starts + [self.starts[-1]] * (rows + 1 - len(self.starts)) + row_gap
+        packed, zero = array("i", numbers), array("i", [0])
+        for pages in self.tables:  # beside one long text, nearly all of the tables is padding: no objects for it
+            packed.extend(array("i", pages))
+            packed.extend(zero * (width - len(pages)))
+        packed.extend(zero * (width * (rows - len(self.tables)) + -(rows * width) % alignment))
         if is_tree:
-            packed += self.parents + unused + gap
-        return packed + self.adapters + unused + gap if has_adapters else packed
+            packed.extend(self.parents + unused + gap)
+        if has_adapters:
+            packed.extend(self.adapters + unused + gap)
+        return packed
 
     def upload(self, device: Device, *indices: list[int]) -> tuple[Batch, list[Tensor]]:
         """Upload the batch and lists of indices together: a second upload would cost more than its data."""
         shape, alignment = self.shape, device.alignment
         packed, lengths = self.pack(shape, alignment), sizes(shape, alignment)
         for values in indices:
-            packed += values
+            packed.extend(values)
             lengths.append(len(values))
             if alignment > 1:
-                packed += [0] * (-len(values) % alignment)
+                packed.extend([0] * (-len(values) % alignment))
                 lengths[-1] += -len(values) % alignment
         tensors = torch.split(device.upload(packed, torch.int32), lengths)
         chosen = list(tensors[7:])

@@ -151,15 +151,18 @@ class Scheduler:
         if self._first_samples.get(request.parent_id) is request:
             del self._first_samples[request.parent_id]
 
-    def next(self, decode_steps: int | None = None) -> Step | None:
+    def next(self, decode_steps: int | None = None, prompt_tokens: int | None = None) -> Step | None:
         """Build the next step; None if no request is left. It supersedes a step that was not committed.
 
         decode_steps: of a multi-step run, at most; None: as many as this scheduler allows.
+        prompt_tokens: of all prompts, at most, if another request decodes in the step; None: as many as fit.
         """
         step = _StepBuilder(self.max_step_tokens)
         decoding, prefilling = self._running_by_phase()
         self._extend_all(self._fair_share(decoding), step)
         self._attach_drafts(step)
+        if step.rows and prompt_tokens is not None:
+            step.budget = min(step.budget, prompt_tokens)
         self._extend_all(prefilling, step)
         waiting = len(self._waiting)
         few_admitted = 0 < ADMISSION_RATIO * self._admitted < len(self._running)

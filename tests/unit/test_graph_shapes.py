@@ -191,7 +191,7 @@ def test_aligned_tensors_hold_the_same_batch(shape: Shape) -> None:
 def test_a_batch_that_fits_is_not_padded() -> None:
     builder = BatchBuilder()
     builder.add([7, 8], [0, 1], [0, 1], [0])
-    listed = builder.pack(Shape(2, 1, 1))
+    listed = builder.pack(Shape(2, 1, 1)).tolist()
     assert listed == [7, 8, 0, 1, 0, 1, 0, 2, 0]
 
 

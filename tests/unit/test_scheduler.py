@@ -36,6 +36,26 @@ def test_decodes_run_before_prompts_and_prompts_in_pieces() -> None:
     assert advance(scheduler, runner) == {"b": 1, "c": 1}
 
 
+def test_prompts_beside_a_decode_are_cut_shorter_than_alone() -> None:
+    scheduler, runner = make_scheduler(max_step_tokens=16, prefix_cache=False), FakeRunner(2)
+    scheduler.add(make("a", range(20)))
+    assert sizes(scheduler, runner, 3) == {"a": 16}  # no other request waits for this step
+    assert sizes(scheduler, runner, 3) == {"a": 4}
+    scheduler.add(make("b", range(7)))
+    scheduler.add(make("c", [3, 4]))
+    assert sizes(scheduler, runner, 3) == {"a": 1, "b": 3}
+    assert sizes(scheduler, runner, 3) == {"a": 1, "b": 3}
+    assert sizes(scheduler, runner, 3) == {"a": 1, "b": 1, "c": 2}
+
+
+def sizes(scheduler: Scheduler, runner: FakeRunner, prompt_tokens: int) -> dict[str, int]:
+    """Run a step with this limit; return the tokens of each row."""
+    step = scheduler.next(prompt_tokens=prompt_tokens)
+    assert step is not None
+    scheduler.commit(step, runner.step(step))
+    return {row.request.id: row.size for row in step.rows}
+
+
 def test_a_row_samples_only_at_the_end_of_what_is_known() -> None:
     scheduler, runner = make_scheduler(max_step_tokens=4), FakeRunner(2)
     request = make("a", [1, 2, 3, 4, 0, 1])

@@ -40,6 +40,8 @@ class CpuBuffer:
     def fill(self, values: Values) -> None:
         if isinstance(values, list):  # NumPy and torch are not in the caches after a pass of a model: 60 us each
             self._memory[:] = array(self._memory.format, values)
+        elif isinstance(values, array) and values.typecode == self._memory.format:
+            self._memory[:] = values
         else:
             self.array[:] = values
 
