@@ -20,7 +20,7 @@ def step_of(*sizes: int, decode_steps: int = 1) -> Step:
     return Step([Row(make("a", [1]), 0, [1] * size, sample=True) for size in sizes], decode_steps)
 
 
-def test_the_limit_follows_the_measured_speed() -> None:
+def test_the_limit_is_that_of_the_measured_speed() -> None:
     chunks = PromptChunks(512)
     assert chunks.limit(0) == FIRST_TOKENS
     chunks.observe(step_of(100, 1), 0.202)  # 2 ms per token

@@ -189,11 +189,11 @@ def test_arguments_override_the_environment() -> None:
 
 
 def test_settings_of_a_config_file_keep_their_types() -> None:
-    settings = read_settings(
-        {"min_replicas": 2, "max_replicas": 2, "speculative_config": {"method": "ngram"}, "threads": None}, {}
-    )
+    own = {"speculative_config": {"method": "ngram"}, "threads": None, "kv_cache_dtype": "int8"}
+    settings = read_settings({"min_replicas": 2, "max_replicas": 2, **own}, {})
     assert not settings.scales
-    assert settings.engine_options == {"threads": None, "speculative_config": {"method": "ngram"}}
+    options = {"threads": None, "speculative_config": {"method": "ngram"}, "kv_dtype": "int8"}
+    assert settings.engine_options == options
 
 
 @pytest.mark.parametrize(
