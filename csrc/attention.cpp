@@ -355,6 +355,27 @@ void run_whole(const View& view, const Task* tasks, int count) {
   });
 }
 
+// out *= sigmoid(gate(norm(x))): [T][H * D].
+void apply_gate(const Attention& layer, const float* x, int tokens, float* out) {
+  const int width = layer.gate->rows;
+  float* gates = floats(kSecond, size_t(tokens) * width);  // [T][H * D]
+  const Projection projection{layer.gate.get(), gates, nullptr};
+  const float* states = x;
+  if (layer.norm) {  // not by `project`, whose normed rows would take the place of `out`
+    float* normed = floats(kFirst, size_t(tokens) * layer.gate->cols);
+    rms_norm(x, layer.norm, layer.eps, tokens, layer.gate->cols, normed);
+    states = normed;
+  }
+  project(&projection, 1, {states, nullptr, layer.eps, tokens, layer.gate->cols, Activations::none}, nullptr);
+  over_rows(tokens, [&](int first, int last) {
+    for (int i = first * width; i < last * width; i += 16) {
+      const int count = last * width - i;
+      const f32x16 gate = splat(1.0f) / (splat(1.0f) + exp(splat(0.0f) - load_some(gates + i, count)));
+      store_some(out + i, load_some(out + i, count) * gate, count);
+    }
+  });
+}
+
 }  // namespace
 
 void attend(const Attention& layer, const float* q, const Batch& batch, const Pages& pages, float* x) {
@@ -386,6 +407,7 @@ void attend(const Attention& layer, const float* q, const Batch& batch, const Pa
     if (count < enough) count = plan(batch, layer.kv_heads, std::min(std::max(pairs / enough, 1), kTokens), tasks);
     run_whole(view, tasks, count);
   }
+  if (layer.gate) apply_gate(layer, x, tokens, out);
   project_back(*layer.output, layer.output_lora.get(), batch.adapters, out, layer.output_bias, layer.post_norm, layer.eps, x, tokens);
 }
 

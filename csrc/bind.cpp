@@ -94,7 +94,7 @@ std::shared_ptr<Attention> make_attention(MatrixPointer query, MatrixPointer key
                                           float soft_cap, float eps, Address norm, Address post_norm,
                                           Address query_norm, Address key_norm, Address query_bias, Address key_bias,
                                           Address value_bias, Address output_bias, Address sinks, Address cos,
-                                          Address sin, int rope_positions) {
+                                          Address sin, int rope_positions, MatrixPointer gate) {
   if (heads < 1 || kv_heads < 1 || heads % kv_heads != 0 || head_dim < 2 || head_dim % 2 != 0)
     refuse("attention needs a multiple of `kv_heads` as `heads` and an even `head_dim`");
   if (!(soft_cap >= 0)) refuse("`soft_cap` is a bound of scores: 0 or more");
@@ -106,13 +106,15 @@ std::shared_ptr<Attention> make_attention(MatrixPointer query, MatrixPointer key
   check_shape(output, "output", output ? output->rows : 0, heads * head_dim);
   check_order(*query, *key);
   check_order(*query, *value);
+  if (gate) check_shape(gate, "gate", heads * head_dim, width);
   auto f = [](Address address) { return at<const float>(address); };
   return std::make_shared<Attention>(
       Attention{query,         key,           value,         output,       heads,       kv_heads,
                 head_dim,      window,        skip,          causal,       anchored,    whole_norms,
                 scale,         soft_cap,      eps,           f(norm),      f(post_norm), f(query_norm),
                 f(key_norm),   f(query_bias), f(key_bias),   f(value_bias), f(output_bias), f(sinks),
-                f(cos),        f(sin),        rope_positions});
+                f(cos),        f(sin),        rope_positions, {},           {},          {},
+                {},            gate});
 }
 
 std::shared_ptr<Mlp> make_mlp(MatrixPointer gate, MatrixPointer up, MatrixPointer down, int activation, float eps,
@@ -178,13 +180,33 @@ std::shared_ptr<Moe> make_moe(MatrixPointer router, std::vector<std::shared_ptr<
       Moe{router, std::move(experts), count, top_k, normalized, eps, f(norm), f(post_norm), f(router_bias)});
 }
 
+std::shared_ptr<Recurrent> make_recurrent(MatrixPointer channels, MatrixPointer controls, MatrixPointer gate,
+                                          MatrixPointer output, int heads, int key_heads, int head_dim, int state_dim,
+                                          int conv_size, bool delta, float eps, float out_eps, Address norm,
+                                          Address out_norm, Address decay, Address step_bias, Address skip,
+                                          Address conv, Address conv_bias) {
+  if (heads < 1 || key_heads < 1 || heads % key_heads != 0 || head_dim < 1 || state_dim < 1 || conv_size < 1)
+    refuse("a recurrent layer needs a multiple of `key_heads` as `heads`, and sizes of at least 1");
+  const int width = channels ? channels->cols : 0;
+  check_shape(channels, "channels", 2 * key_heads * state_dim + heads * head_dim, width);
+  check_shape(controls, "controls", heads * (delta ? 2 : 1), width);
+  check_shape(gate, "gate", heads * head_dim, width);
+  check_shape(output, "output", width, heads * head_dim);
+  check_order(*channels, *controls);
+  check_order(*channels, *gate);
+  auto f = [](Address address) { return at<const float>(address); };
+  return std::make_shared<Recurrent>(Recurrent{channels, controls, gate, output, heads, key_heads, head_dim, state_dim,
+                                               conv_size, delta, eps, out_eps, f(norm), f(out_norm), f(decay), f(step_bias),
+                                               f(skip), f(conv), f(conv_bias)});
+}
+
 void bind_layers(nb::module_& module) {
   nb::class_<Attention>(module, "Attention", "The weights of one attention block; an address of 0 means absent.")
       .def(nb::new_(&make_attention), nb::kw_only(), "query"_a, "key"_a, "value"_a, "output"_a, "heads"_a, "kv_heads"_a,
            "head_dim"_a, "window"_a, "skip"_a, "causal"_a, "anchored"_a, "whole_norms"_a, "scale"_a, "soft_cap"_a,
            "eps"_a, "norm"_a = 0, "post_norm"_a = 0, "query_norm"_a = 0, "key_norm"_a = 0, "query_bias"_a = 0,
            "key_bias"_a = 0, "value_bias"_a = 0, "output_bias"_a = 0, "sinks"_a = 0, "cos"_a = 0, "sin"_a = 0,
-           "rope_positions"_a = 0)
+           "rope_positions"_a = 0, "gate"_a.none() = nullptr)
       .def(
           "set_lora",
           [](Attention& layer, LoraPointer query, LoraPointer key, LoraPointer value, LoraPointer output) {
@@ -208,6 +230,10 @@ void bind_layers(nb::module_& module) {
   nb::class_<Moe>(module, "Moe", "The weights of one mixture of experts; an address of 0 means absent.")
       .def(nb::new_(&make_moe), nb::kw_only(), "router"_a, "experts"_a, "count"_a, "top_k"_a, "normalized"_a, "eps"_a,
            "norm"_a = 0, "post_norm"_a = 0, "router_bias"_a = 0);
+  nb::class_<Recurrent>(module, "Recurrent", "The weights of one recurrent layer; an address of 0 means absent.")
+      .def(nb::new_(&make_recurrent), nb::kw_only(), "channels"_a, "controls"_a, "gate"_a, "output"_a, "heads"_a,
+           "key_heads"_a, "head_dim"_a, "state_dim"_a, "conv_size"_a, "delta"_a, "eps"_a, "out_eps"_a, "norm"_a = 0,
+           "out_norm"_a, "decay"_a, "step_bias"_a, "skip"_a = 0, "conv"_a, "conv_bias"_a = 0);
 }
 
 void process_logits(Address logits, int rows, int vocabulary, int entries, Address starts, Address tokens,
@@ -239,19 +265,20 @@ void top_logprobs(Address logits, int rows, int vocabulary, Address tokens, int 
 void bind_batch(nb::module_& module) {
   nb::class_<Batch>(module, "Batch", "Where the tokens of a step stand.")
       .def(nb::new_([](Address positions, Address slots, Address query_starts, Address page_tables, Address parents,
-                       Address adapters, int tokens, int rows, int table_width) {
+                       Address adapters, Address states, int tokens, int rows, int table_width) {
              return Batch{at<const int32_t>(positions),
                           at<const int32_t>(slots),
                           at<const int32_t>(query_starts),
                           at<const int32_t>(page_tables),
                           at<const int32_t>(parents),
                           at<const int32_t>(adapters),
+                          at<const int32_t>(states),
                           tokens,
                           rows,
                           table_width};
            }),
            nb::kw_only(), "positions"_a, "slots"_a, "query_starts"_a, "page_tables"_a, "parents"_a, "adapters"_a,
-           "tokens"_a, "rows"_a, "table_width"_a)
+           "states"_a, "tokens"_a, "rows"_a, "table_width"_a)
       .def_ro("tokens", &Batch::tokens);
   nb::class_<Pages>(module, "Pages", "The key/value storage of a layer; dtype 0 is f32, 1 f16, 2 bf16, 3 i8, 4 fp8.")
       .def(nb::new_([](Address keys, Address values, Address key_scales, Address value_scales, int dtype, int pages,
@@ -269,24 +296,46 @@ void bind_batch(nb::module_& module) {
            nb::kw_only(), "keys"_a, "values"_a, "key_scales"_a, "value_scales"_a, "dtype"_a, "pages"_a, "kv_heads"_a, "page_size"_a, "head_dim"_a);
 }
 
+void bind_states(nb::module_& module) {
+  nb::class_<States>(module, "States", "The states of a recurrent layer, and the inputs of recent tokens.")
+      .def(nb::new_([](Address states, Address inputs, Address lengths, int slots, int lines, size_t size,
+                       size_t width) {
+             return States{at<float>(states), at<float>(inputs), at<int32_t>(lengths), slots, lines, size, width};
+           }),
+           nb::kw_only(), "states"_a, "inputs"_a, "lengths"_a, "slots"_a, "lines"_a, "size"_a, "width"_a);
+}
+
 // Layers with their storage, run in sequence without returning to Python.
+using Mixer = std::variant<std::shared_ptr<Attention>, std::shared_ptr<Recurrent>>;
 using Perceptron = std::variant<std::shared_ptr<Mlp>, std::shared_ptr<Moe>>;
+using Storage = std::variant<Pages, States>;
 
 struct LayerStack {
-  std::vector<std::shared_ptr<Attention>> attentions;
+  std::vector<Mixer> mixers;
   std::vector<Perceptron> mlps;
-  std::vector<Pages> pages;
+  std::vector<Storage> storages;
 };
+
+void run_attention(const Attention& layer, float* rows, const Batch& batch, const Pages& pages) {
+  const size_t width = size_t(layer.heads) * layer.head_dim;
+  float* q = static_cast<float*>(scratch(kScratchSlots - 1, batch.tokens * width * sizeof(float)));  // [T][H * D]
+  level().project_qkv(layer, rows, batch, pages, q);
+  level().attend(layer, q, batch, pages, rows);
+}
 
 void run_stack(const LayerStack& stack, Address x, const Batch& batch) {
   float* rows = at<float>(x);
-  if (!stack.attentions.empty()) check_adapters(batch.adapters, batch.tokens, stack.attentions[0]->query_lora.get());
+  for (const Mixer& mixer : stack.mixers)
+    if (const auto* attention = std::get_if<std::shared_ptr<Attention>>(&mixer)) {
+      check_adapters(batch.adapters, batch.tokens, (*attention)->query_lora.get());  // the same slots in every layer
+      break;
+    }
   for (size_t i = 0; i < stack.mlps.size(); ++i) {
-    const Attention& attention = *stack.attentions[i];
-    const size_t width = size_t(attention.heads) * attention.head_dim;
-    float* q = static_cast<float*>(scratch(kScratchSlots - 1, batch.tokens * width * sizeof(float)));  // [T][H * D]
-    level().project_qkv(attention, rows, batch, stack.pages[i], q);
-    level().attend(attention, q, batch, stack.pages[i], rows);
+    if (const auto* attention = std::get_if<std::shared_ptr<Attention>>(&stack.mixers[i]))
+      run_attention(**attention, rows, batch, std::get<Pages>(stack.storages[i]));
+    else
+      level().recurrent(*std::get<std::shared_ptr<Recurrent>>(stack.mixers[i]), batch,
+                        std::get<States>(stack.storages[i]), rows);
     if (const auto* mlp = std::get_if<std::shared_ptr<Mlp>>(&stack.mlps[i]))
       level().mlp(**mlp, rows, batch.tokens, batch.adapters);
     else
@@ -301,11 +350,13 @@ void run_layers(const LayerStack& stack, Address x, const Batch& batch) {
 
 void bind_layer_stack(nb::module_& module) {
   nb::class_<LayerStack>(module, "LayerStack", "Layers that run_layers runs in turn.")
-      .def(nb::new_([](std::vector<std::shared_ptr<Attention>> attentions, std::vector<Perceptron> mlps,
-                       std::vector<Pages> pages) {
-        if (attentions.size() != mlps.size() || mlps.size() != pages.size())
-          refuse("a stack needs as many attentions as MLPs and storages");
-        return LayerStack{std::move(attentions), std::move(mlps), std::move(pages)};
+      .def(nb::new_([](std::vector<Mixer> mixers, std::vector<Perceptron> mlps, std::vector<Storage> storages) {
+        if (mixers.size() != mlps.size() || mlps.size() != storages.size())
+          refuse("a stack needs as many attentions or recurrent layers as MLPs and storages");
+        for (size_t i = 0; i < mixers.size(); ++i)
+          if (mixers[i].index() != storages[i].index())
+            refuse("attention needs pages, and a recurrent layer needs states");
+        return LayerStack{std::move(mixers), std::move(mlps), std::move(storages)};
       }));
 }
 
@@ -355,6 +406,18 @@ void bind_operations(nb::module_& module) {
   module.def(
       "moe",
       [](const Moe& layer, Address x, int tokens) { recorded([=] { level().moe(layer, at<float>(x), tokens); }); },
+      unlocked);
+  module.def(
+      "recurrent",
+      [](const Recurrent& layer, Address x, const Batch& batch, const States& states) {
+        recorded([=] { level().recurrent(layer, batch, states, at<float>(x)); });
+      },
+      unlocked);
+  module.def(
+      "copy_inputs",
+      [](const std::vector<States>& layers, Address sources, Address targets, int count) {
+        copy_inputs(layers, at<const int32_t>(sources), at<const int32_t>(targets), count);
+      },
       unlocked);
   module.def(
       "project_qkv",
@@ -407,6 +470,7 @@ NB_MODULE(_native, module) {
   bind_lora(module);
   bind_layers(module);
   bind_batch(module);
+  bind_states(module);
   bind_layer_stack(module);
   bind_operations(module);
   bind_speculation(module);

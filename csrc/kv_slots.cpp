@@ -138,4 +138,17 @@ void copy_slots(const std::vector<Pages>& layers, const int32_t* sources, const 
   });
 }
 
+void copy_inputs(const std::vector<States>& layers, const int32_t* sources, const int32_t* targets, int count) {
+  for (const States& layer : layers) {
+    const int lines = layer.slots * layer.lines;
+    for (int i = 0; i < count; ++i)
+      if (std::min(sources[i], targets[i]) < 0 || std::max(sources[i], targets[i]) >= lines)
+        refuse("lines " + std::to_string(sources[i]) + " and " + std::to_string(targets[i]) +
+               " lie outside the storage of " + std::to_string(lines) + " lines");
+    for (int i = 0; i < count; ++i)
+      memmove(layer.inputs + targets[i] * layer.width, layer.inputs + sources[i] * layer.width,
+              layer.width * sizeof(float));
+  }
+}
+
 }  // namespace outrider

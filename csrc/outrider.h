@@ -96,6 +96,7 @@ struct Attention {
   const float *cos, *sin;  // [rope_positions][D / 2], null: no rotary
   int rope_positions;
   std::shared_ptr<const LoraSlots> query_lora{}, key_lora{}, value_lora{}, output_lora{};  // null: adapters are off
+  std::shared_ptr<Matrix> gate{};  // [H * D, E]: outputs of heads are multiplied by its sigmoid; null: they are not
 };
 
 struct Mlp {
@@ -117,10 +118,33 @@ struct Moe {
   bool has_shared() const { return experts.size() > size_t(count); }
 };
 
+// A recurrent layer, see kernels/recurrence.py for its letters and formulas.
+struct Recurrent {
+  std::shared_ptr<Matrix> channels, controls, gate, output;
+  int heads, key_heads, head_dim, state_dim, conv_size;
+  bool delta;  // Gated DeltaNet, else Mamba-2
+  float eps, out_eps;
+  const float *norm, *out_norm, *decay, *step_bias, *skip;  // norm and skip are null when absent
+  const float *conv, *conv_bias;                            // [W][C], [C] or null
+  int num_channels() const { return channels->rows; }
+};
+constexpr float kUnitEps = 1e-6f;  // UNIT_EPS of kernels/recurrence.py
+
+// The states of a recurrent layer, and the inputs of recent tokens: position p is in line p % lines.
+struct States {
+  float *states, *inputs;  // [slots][H][P][N], [slots][lines][width]
+  int32_t* lengths;        // [slots]: tokens that a state has read
+  int slots, lines;
+  size_t size, width;  // H * P * N, C + X
+  float* state(int slot, size_t row, int row_size) const { return states + slot * size + row * row_size; }
+  float* line(int slot, int position) const { return inputs + (size_t(slot) * lines + position % lines) * width; }
+};
+
 struct Batch {
   const int32_t *positions, *slots, *query_starts, *page_tables;
   const int32_t* parents;   // null: chains
   const int32_t* adapters;  // [T]: slot of each token's adapter, -1: none; null: no token has one
+  const int32_t* states;    // [B][3]: slots that a row's state is read from and written to, tokens that it reads; or null
   int tokens, rows, table_width;
 };
 
@@ -151,6 +175,8 @@ void find_last_visible(const Batch& batch, int32_t* reach);
 void find_origins(const Batch& batch, int32_t* origins);
 // Copy slots to slots, in order, in every layer; an invalid slot is refused.
 void copy_slots(const std::vector<Pages>& layers, const int32_t* sources, const int32_t* targets, int count);
+// Copy kept inputs to other lines (slot * lines + position % lines), in order, in every layer.
+void copy_inputs(const std::vector<States>& layers, const int32_t* sources, const int32_t* targets, int count);
 
 struct SamplingMetadata {
   const float *temperature, *top_p, *min_p;
@@ -231,6 +257,7 @@ struct Level {
   void (*soft_cap)(float* x, float cap, int rows, int width);  // x = cap * tanh(x / cap)
   void (*mlp)(const Mlp& layer, float* x, int tokens, const int32_t* adapters);
   void (*moe)(const Moe& layer, float* x, int tokens);  // moe.cpp
+  void (*recurrent)(const Recurrent& layer, const Batch& batch, const States& states, float* x);  // recurrent.cpp
   void (*project_qkv)(const Attention& layer, const float* x, const Batch& batch, const Pages& pages, float* q);
   void (*project_kv)(const Attention& layer, const float* x, const Batch& batch, const Pages& pages);
   // attention.cpp
@@ -254,7 +281,7 @@ struct Level {
 };
 // The same functions, in the same order. OUTRIDER_DECLARE declares one with its type in Level.
 #define OUTRIDER_FUNCTIONS(of)                                                                                  \
-  of(linear) of(rms_norm) of(soft_cap) of(mlp) of(moe) of(project_qkv) of(project_kv) of(attend)             \
+  of(linear) of(rms_norm) of(soft_cap) of(mlp) of(moe) of(recurrent) of(project_qkv) of(project_kv) of(attend)             \
       of(process_logits) of(mask_logits) of(sample) of(sample_children) of(top_logprobs) of(expand_sampling)    \
           of(verify_exact) of(verify_synthetic) of(verify_rejection)
 #define OUTRIDER_DECLARE(function) std::remove_pointer_t<decltype(Level::function)> function;

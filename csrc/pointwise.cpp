@@ -8,42 +8,6 @@
 namespace outrider::LEVEL {
 namespace {
 
-constexpr int kMostProjections = 3;  // matrices that read the same rows
-
-struct Projection {
-  const Matrix* matrix;
-  float* out;  // [T][N]
-  const LoraSlots* lora;
-};
-
-// Multiply several matrices by the same rows in one parallel region. Each thread streams through one contiguous run of
-// tiles: short runs cost a seventh of a decode step.
-void project(const Projection* projections, int count, Input input, const int32_t* adapters) {
-  int total = 0;
-  const LoraSlots* slots[kMostProjections];
-  Lora loras[kMostProjections];
-  for (int i = 0; i < count; ++i) {
-    slots[i] = projections[i].lora;
-    total += projections[i].matrix->tiles();
-    input.activations = std::max(input.activations, projections[i].matrix->activations);
-  }
-  input.order = projections[0].matrix->input_order();  // of all of them, by check_order
-  shrink(slots, count, adapters, input, loras);
-  over_input(input, [&](const Rows& rows, int part, int parts) {
-    const Share share(total, part, parts);
-    int base = 0;
-    for (int i = 0; i < count; ++i) {
-      const Matrix& matrix = *projections[i].matrix;
-      const int from = std::max(share.first - base, 0), to = std::min(share.last - base, matrix.tiles());
-      if (from < to) {
-        linear_tiles(matrix, rows, from, to, projections[i].out, matrix.rows);
-        loras[i].add(from, to, projections[i].out, matrix.rows);
-      }
-      base += matrix.tiles();
-    }
-  });
-}
-
 // out[i] = x[i] cos - x[i + D/2] sin, out[i + D/2] = x[i + D/2] cos + x[i] sin.
 void rotate(float* head, const float* cos, const float* sin, int half) {
   for (int i = 0; i < half; i += 16) {
@@ -169,6 +133,32 @@ const float* gated(const Mlp& layer, const Input& input, const int32_t* adapters
 }
 
 }  // namespace
+
+void project(const Projection* projections, int count, Input input, const int32_t* adapters) {
+  int total = 0;
+  const LoraSlots* slots[kMostProjections];
+  Lora loras[kMostProjections];
+  for (int i = 0; i < count; ++i) {
+    slots[i] = projections[i].lora;
+    total += projections[i].matrix->tiles();
+    input.activations = std::max(input.activations, projections[i].matrix->activations);
+  }
+  input.order = projections[0].matrix->input_order();  // of all of them, by check_order
+  shrink(slots, count, adapters, input, loras);
+  over_input(input, [&](const Rows& rows, int part, int parts) {
+    const Share share(total, part, parts);
+    int base = 0;
+    for (int i = 0; i < count; ++i) {
+      const Matrix& matrix = *projections[i].matrix;
+      const int from = std::max(share.first - base, 0), to = std::min(share.last - base, matrix.tiles());
+      if (from < to) {
+        linear_tiles(matrix, rows, from, to, projections[i].out, matrix.rows);
+        loras[i].add(from, to, projections[i].out, matrix.rows);
+      }
+      base += matrix.tiles();
+    }
+  });
+}
 
 void norm_row(const float* x, const float* weight, float eps, int width, float* out) {
   f32x16 squares = splat(0.0f);

@@ -53,7 +53,7 @@ class Carried:
         if (
             is_dataclass(value)
             and not isinstance(value, type)
-            and type(value).__module__ == "outrider.kernels.structures"
+            and type(value).__module__ in ("outrider.kernels.structures", "outrider.kernels.recurrence")
         ):
             return replace(value, **{part.name: change(getattr(value, part.name)) for part in fields(value)})
         return value

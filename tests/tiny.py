@@ -15,10 +15,11 @@ import transformers
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 
-from outrider.cache.pages import Pages
+from outrider.cache.pages import Pages, StateShape
 from outrider.kernels import Batch, Weight
 from outrider.models import Model
 from outrider.weights import gguf_writer
+from outrider.weights.hf_folder import OFFSET_NORMS
 from outrider.weights.random import byte_tokens
 
 KINDS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -60,6 +61,27 @@ TWO_BASES = {
 }
 GPT_OSS = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "truncate": False}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+HYBRID = {
+    "head_dim": 32,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+}
+MAMBA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 8,
+    "mamba_d_state": 24,
+    "shared_intermediate_size": 64,
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 1.5,
+    "tie_word_embeddings": True,
+}
+TEXT_CONFIGS = ("Gemma3", "Qwen3_5", "Qwen3_5Moe")  # classes of multimodal models, whose text part has another config
 # name -> (class in transformers without its suffix, what differs from COMMON)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"tie_word_embeddings": False}),
@@ -95,6 +117,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3-next": ("Qwen3Next", {**HYBRID, "num_experts": 0}),
+    "qwen3-next-moe": (
+        "Qwen3Next",
+        {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 32, "num_experts_per_tok": 3, "mlp_only_layers": [1]},
+    ),
+    "qwen3.5": ("Qwen3_5", {**HYBRID, "tie_word_embeddings": True}),
+    "qwen3.5-moe": ("Qwen3_5Moe", {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 32}),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
     "smollm3-window": (
         "SmolLM3",
@@ -110,6 +139,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 1.5,
             "tie_word_embeddings": True,
         },
+    ),
+    "granite4": ("GraniteMoeHybrid", {**MAMBA, "num_local_experts": 0}),
+    "granite4-moe": (
+        "GraniteMoeHybrid",
+        {**MAMBA, "num_local_experts": 4, "mamba_n_groups": 2, "position_embedding_type": "rope"},
     ),
     "gemma2": (
         "Gemma2",
@@ -158,22 +192,29 @@ class Memory:
 def original(name: str) -> Any:
     """The model in transformers, fp32, with weights large enough for its logits to tell tokens apart."""
     architecture, changes = CASES[name]
-    make = getattr(transformers, f"{architecture}TextConfig" if architecture == "Gemma3" else f"{architecture}Config")
+    make = _config_class(architecture)
     torch.manual_seed(sum(map(ord, name)))
     model = getattr(transformers, f"{architecture}ForCausalLM")(make(**{**COMMON, **changes})).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:  # matrices, or those of all experts
+        for part, parameter in model.named_parameters():
+            if part.endswith("A_log"):  # states that remember several tokens
+                parameter.uniform_(-3, -1)
+            elif parameter.dim() == 3 and parameter.shape[1] == 1:  # the convolution of a recurrent layer
+                parameter.normal_()
+            elif parameter.dim() > 1:  # matrices, or those of all experts
                 parameter.normal_(0, parameter.shape[-1] ** -0.5)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     return model
 
 
+def _config_class(architecture: str) -> Any:
+    return getattr(transformers, f"{architecture}{'Text' if architecture in TEXT_CONFIGS else ''}Config")
+
+
 def model_type(name: str) -> str:
     """Return the `model_type` of a case without making the model."""
-    architecture = CASES[name][0]
-    return str(getattr(transformers, f"{architecture}{'Text' if architecture == 'Gemma3' else ''}Config").model_type)
+    return str(_config_class(CASES[name][0]).model_type)
 
 
 def checkpoint(name: str, dtype: torch.dtype = torch.float32) -> Memory:
@@ -181,7 +222,8 @@ def checkpoint(name: str, dtype: torch.dtype = torch.float32) -> Memory:
     tensors = {key: value.to(dtype) for key, value in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
-    return Memory(json.loads(model.config.to_json_string()), tensors, norms_are_offset=name.startswith("gemma"))
+    config = json.loads(model.config.to_json_string())
+    return Memory(config, tensors, norms_are_offset=config["model_type"].startswith(OFFSET_NORMS))
 
 
 @functools.cache
@@ -225,7 +267,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def batch(rows: Sequence[tuple[Sequence[int], int, Sequence[int]]], page_size: int) -> Batch:
-    """Each row: its tokens, the position of the first of them, and its pages."""
+    """Each row: its tokens, the position of the first of them, and its pages. Row b has the state slot b."""
     width = max(len(pages) for _, _, pages in rows)
     tokens: list[int] = []
     positions: list[int] = []
@@ -239,12 +281,15 @@ def batch(rows: Sequence[tuple[Sequence[int], int, Sequence[int]]], page_size: i
         starts.append(len(tokens))
     tables = [list(pages) + [0] * (width - len(pages)) for _, _, pages in rows]
     ids = functools.partial(torch.tensor, dtype=torch.int32)
-    return Batch(ids(tokens), ids(positions), ids(slots), ids(starts), ids(tables))
+    states = [[row, row, max(len(new) - 1, 0)] for row, (new, _, _) in enumerate(rows)]
+    return Batch(ids(tokens), ids(positions), ids(slots), ids(starts), ids(tables), states=ids(states))
 
 
 def pages_for(model: Model, count: int, page_size: int = 4, dtype: str = "float32") -> Pages:
-    shape = model.config
-    pages = Pages(shape.layers, shape.kv_heads, page_size, shape.head_dim, dtype)
+    shape, states = model.config, None
+    if (of := shape.recurrent) is not None:
+        states = StateShape(of.layers, of.heads, of.head_dim, of.state_dim, of.inputs, slots=4, lines=of.conv_size + 8)
+    pages = Pages(shape.layers, shape.kv_heads, page_size, shape.head_dim, dtype, recurrent=states)
     pages.allocate(count)
     return pages
 
@@ -264,7 +309,7 @@ def run(
     logits, aux_states = [], []
     for start in range(0, len(tokens), chunk):
         step = batch([(tokens[start : start + chunk], start, table)], page_size)
-        hidden, states = model.forward(step, storage.layers, aux_layers)
+        hidden, states = model.forward(step, storage.storages, aux_layers)
         logits.append(model.logits(hidden))
         aux_states.append(states)
     return torch.cat(logits), [torch.cat(states) for states in zip(*aux_states, strict=True)]

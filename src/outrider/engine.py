@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from . import config as configuration
 from .adapters import AdapterManager, LoRARequest
-from .cache.pages import Pages
+from .cache.pages import Pages, StateShape
 from .catalog import with_revision
 from .config import DeviceFacts, EngineConfig, ResolvedConfig
 from .detokenizer import ParentRequest, error_text
@@ -39,6 +39,8 @@ from .weights.lora import read_lora
 from .weights.stated_format import resolve_quantize
 
 log = logging.getLogger(__name__)
+KEPT_DRAFTS = 8  # drafted tokens whose inputs recurrent layers keep, if no method is loaded at start-up
+SPARE_STATES = 2  # slots beyond one for each request: chunks of prompts write their states there, see Scheduler
 
 
 @dataclass
@@ -73,11 +75,15 @@ class Engine:
         progress(0, 2, "warming up")
         self.spec_manager = self._make_spec_manager(config, speculation, dtype)
         shape = self.model.config
-        pages = Pages(shape.layers, shape.kv_heads, config.page_size, shape.head_dim, dtype)
+        states = self._state_shape(config)
+        pages = Pages(shape.layers, shape.kv_heads, config.page_size, shape.head_dim, dtype, recurrent=states)
         storages = [pages, *self.spec_manager.target.storages]
         graphs = Graphs(self.device, "NONE" if config.enforce_eager else config.cudagraph_mode)
         self.resolved = self._resolve(config, backend, dtype, storages)
         log.info("key/value cache: %s", self.resolved.kv_memory)
+        if states is not None and self.resolved.prefix_cache:
+            log.info("the prefix cache is off: the model has recurrent layers, whose states are not cached")
+            self.resolved = replace(self.resolved, prefix_cache=False)
         progress(1, 2, "warming up")
         for storage in storages:
             storage.allocate(self.resolved.pages, self.device)
@@ -91,6 +97,7 @@ class Engine:
             self.resolved.decode_steps,
             self.adapters,
             self._window,
+            0 if states is None else states.slots,
         )
         self._torch = SingleThreadedTorch(backend)
         with self._torch:
@@ -284,7 +291,32 @@ class Engine:
         )
         peak = self.device.peak_bytes(lambda: self._profile_run(config, facts, storages))
         free = max(self.device.free_bytes() - peak, 0)
+        states = storages[0].recurrent
+        if states is not None:
+            free -= states.bytes
+            if free <= 0:
+                raise UserError(
+                    f"the states of {config.max_requests} requests would take {states.bytes / 2**30:.1f} GiB, which is "
+                    "more than the free memory: lower `max_requests`"
+                )
         return configuration.resolve(config, replace(facts, free_bytes=free))
+
+    def _state_shape(self, config: EngineConfig) -> StateShape | None:
+        """Return the shape of the states of recurrent layers; None if the model has none."""
+        shape = self.model.config.recurrent
+        if shape is None:
+            return None
+        widths = [proposer.needs.width for proposer in self.spec_manager.methods.values()]
+        drafted = self.spec_manager.max_width = max(widths, default=KEPT_DRAFTS)
+        return StateShape(
+            layers=shape.layers,
+            heads=shape.heads,
+            head_dim=shape.head_dim,
+            state_dim=shape.state_dim,
+            inputs=shape.inputs,
+            slots=config.max_requests + SPARE_STATES,
+            lines=1 + drafted + shape.conv_size - 1,  # the newest token, its draft, what the convolution reads before
+        )
 
     @property
     def _window(self) -> int:

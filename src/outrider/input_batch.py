@@ -15,6 +15,8 @@ from .device.graphs import padded_pages, padded_rows, padded_tokens
 from .kernels import Batch
 from .request import Request, Row
 
+PARTS = 8  # tensors of a batch, those included that are empty
+
 
 class Shape(NamedTuple):
     """The shape of a batch."""
@@ -24,6 +26,7 @@ class Shape(NamedTuple):
     pages: int  # in a page table
     is_tree: bool = False  # some row is a tree
     has_adapters: bool = False  # some row has an adapter
+    has_states: bool = False  # the model has recurrent layers
 
 
 class BatchBuilder:
@@ -37,6 +40,7 @@ class BatchBuilder:
         self.tables: list[list[int]] = []
         self.parents: list[int] = []  # index of each token's parent; empty: no row is a tree
         self.adapters: list[int] = []  # slot of each token's adapter, -1: none; empty: no row has one
+        self.states: list[int] = []  # three numbers of each row; empty: the model has no recurrent layers
 
     def add(
         self,
@@ -46,6 +50,7 @@ class BatchBuilder:
         pages: list[int],
         parents: Iterable[int] = (),
         adapters: Iterable[int] = (),
+        states: Iterable[int] = (),
     ) -> None:
         """Append a row. parents: index in the batch of the token before each; -1: none in the batch."""
         self.tokens += tokens
@@ -55,19 +60,21 @@ class BatchBuilder:
         self.tables.append(pages)
         self.parents += parents
         self.adapters += adapters
+        self.states += states
 
     @property
     def shape(self) -> Shape:
         widest = max(map(len, self.tables))
-        return Shape(len(self.tokens), len(self.tables), widest, bool(self.parents), bool(self.adapters))
+        optional = bool(self.parents), bool(self.adapters), bool(self.states)
+        return Shape(len(self.tokens), len(self.tables), widest, *optional)
 
     def pack(self, shape: Shape, alignment: int = 1) -> array[int]:
         """Return all tensors in one array, each padded to `shape` and to a multiple of `alignment`.
 
-        Tokens and positions are padded with 0, slots and adapters with -1 (none), starts with the last end: so rows
-        without tokens come last.
+        Tokens, positions and states are padded with 0, slots and adapters with -1 (none), starts with the last end: so
+        rows without tokens come last.
         """
-        count, rows, width, is_tree, has_adapters = shape
+        count, rows, width, is_tree, has_adapters, has_states = shape
         spare, unused = [0] * (count - len(self.tokens)), [-1] * (count - len(self.tokens))
         gap, row_gap = [0] * (-count % alignment), [0] * (-(rows + 1) % alignment)
         numbers = self.tokens + spare + gap + self.positions + spare + gap + self.slots + unused + gap
@@ -81,6 +88,8 @@ class BatchBuilder:
             packed.extend(self.parents + unused + gap)
         if has_adapters:
             packed.extend(self.adapters + unused + gap)
+        if has_states:
+            packed.extend(self.states + [0] * (3 * rows - len(self.states) + -(3 * rows) % alignment))
         return packed
 
     def upload(self, device: Device, *indices: list[int]) -> tuple[Batch, list[Tensor]]:
@@ -94,28 +103,32 @@ class BatchBuilder:
                 packed.extend([0] * (-len(values) % alignment))
                 lengths[-1] += -len(values) % alignment
         tensors = torch.split(device.upload(packed, torch.int32), lengths)
-        chosen = list(tensors[7:])
+        chosen = list(tensors[PARTS:])
         if alignment > 1:
             chosen = [tensor[: len(values)] for tensor, values in zip(chosen, indices, strict=True)]
-        return as_batch(shape, tensors[:7], alignment), chosen
+        return as_batch(shape, tensors[:PARTS], alignment), chosen
 
 
 def sizes(shape: Shape, alignment: int = 1) -> list[int]:
     """Return the sizes of the tensors of a batch, in the order of `BatchBuilder.pack`."""
-    tokens, rows, width, is_tree, has_adapters = shape
-    optional = tokens if is_tree else 0, tokens if has_adapters else 0
+    tokens, rows, width, is_tree, has_adapters, has_states = shape
+    optional = tokens if is_tree else 0, tokens if has_adapters else 0, 3 * rows if has_states else 0
     lengths = tokens, tokens, tokens, rows + 1, rows * width, *optional
     return [-(-length // alignment) * alignment for length in lengths]
 
 
 def as_batch(shape: Shape, tensors: Sequence[Tensor], alignment: int = 1) -> Batch:
     """Return a batch of tensors in the order of `sizes`."""
-    _, rows, width, is_tree, has_adapters = shape
+    _, rows, width, is_tree, has_adapters, has_states = shape
     if alignment > 1:
         tensors = [tensor[:size] for tensor, size in zip(tensors, sizes(shape), strict=True)]
-    tokens, positions, slots, starts, tables, parents, adapters = tensors
+    tokens, positions, slots, starts, tables, parents, adapters, states = tensors
     tables = tables.view(rows, width)
-    optional = parents if is_tree else None, adapters if has_adapters else None
+    optional = (
+        parents if is_tree else None,
+        adapters if has_adapters else None,
+        states.view(rows, 3) if has_states else None,
+    )
     return Batch(tokens, positions, slots, starts, tables, *optional)
 
 
@@ -132,8 +145,8 @@ def padded_shape(shape: Shape) -> Shape:
     return shape._replace(tokens=padded_tokens(shape.tokens, rows), rows=rows, pages=padded_pages(shape.pages))
 
 
-def collect(rows: list[Row], page_size: int) -> BatchBuilder:
-    """Collect the rows of a step, drafts included.
+def collect(rows: list[Row], page_size: int, has_states: bool = False) -> BatchBuilder:
+    """Collect the rows of a step, drafts included. has_states: the model has recurrent layers.
 
     Draft tokens take the slots after the row's text tokens, in the order of the draft. In a tree, several of them have
     the same position.
@@ -150,7 +163,8 @@ def collect(rows: list[Row], page_size: int) -> BatchBuilder:
         slots = slots_of(row.request.pages, range(row.start, row.start + row.size), page_size)
         parents = parents_of(row, len(builder.tokens)) if has_tree else ()
         adapters = [slot_of(row.request)] * row.size if has_adapters else ()
-        builder.add(tokens, positions, slots, row.request.pages, parents, adapters)
+        states = row.states if has_states else ()
+        builder.add(tokens, positions, slots, row.request.pages, parents, adapters, states)
     return builder
 
 

@@ -52,6 +52,8 @@ class CacheState:
     admitted: float | None = None  # `perf_counter` when it first left the queue
     computed: int = 0  # tokens whose keys and values are in the cache
     pages: list[int] = field(default_factory=list)
+    state_slot: int = 0  # slot of its states in recurrent layers
+    next_state_slot: int = -1  # slot that its step writes them to; -1: the same
     released: int = 0  # leading pages that were given back: no layer's window reaches them any more
     preemptions: int = 0
     cached_tokens: int = 0  # prompt tokens that the prefix cache supplied
@@ -130,6 +132,12 @@ class Row:
     def size(self) -> int:
         """Return the tokens that the row adds to a step."""
         return len(self.tokens) + (len(self.draft.tokens) if self.draft is not None else 0)
+
+    @property
+    def states(self) -> tuple[int, int, int]:
+        """Return the row of Batch.states. The newest token is left to the next step: then this one can be repeated."""
+        source, target = self.request.state_slot, self.request.next_state_slot
+        return source, source if target < 0 else target, len(self.tokens) - 1
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -126,7 +126,7 @@ class Runner:
 
     def gather(self, rows: list[Row]) -> Batch:
         """Return the tokens of all rows side by side, and the slots of their KV. Valid until the next call."""
-        builder = collect(rows, self.page_size)
+        builder = collect(rows, self.page_size, self.pages.recurrent is not None)
         shape, self._graph_shape = builder.shape, self._captured_shape(builder.shape, rows)
         if self._graph_shape is None and self.graphs.frozen:
             return builder.upload(self.device)[0]  # shapes of long prompts rarely come again
@@ -157,14 +157,14 @@ class Runner:
     def _forward(self, batch: Batch, aux_layers: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
         """Run the target over the batch, by replay if its shape is captured."""
         if self._graph_shape is None:
-            return self.model.forward(batch, self.pages.layers, aux_layers)
+            return self.model.forward(batch, self.pages.storages, aux_layers)
         self.graphs.run(("forward", self._graph_shape), lambda: self._forward_into_outputs(batch))
         outputs = [self._graph_output(name)[: batch.tokens.shape[0]] for name in ("hidden", *aux_layers)]
         return outputs[0], outputs[1:]
 
     def _forward_into_outputs(self, batch: Batch) -> None:
         """Run the target. All graphs write all states to the same memory, to save a copy for each of them."""
-        hidden, states = self.model.forward(batch, self.pages.layers, self.aux_layers)
+        hidden, states = self.model.forward(batch, self.pages.storages, self.aux_layers)
         for name, state in zip(("hidden", *self.aux_layers), (hidden, *states), strict=True):
             self._graph_output(name)[: state.shape[0]].copy_(state)
 
@@ -208,6 +208,8 @@ class Runner:
         outcomes = [RowOutcome(row, begin, []) for row, begin in zip(rows, begins, strict=True)]
         sources: list[int] = []  # slots
         targets: list[int] = []
+        source_lines: list[int] = []  # of inputs that recurrent layers keep
+        target_lines: list[int] = []
         source_rows: list[int] = []  # of the hidden states
         target_rows: list[int] = []
         for index, tokens, path in zip(sampling, chosen.tokens, chosen.indices, strict=True):
@@ -219,15 +221,27 @@ class Runner:
             accepted, compact = [last + index for index in path], range(last, last + len(path))
             sources += slots_of(pages, (row.start + offset for offset in accepted), self.page_size)
             targets += slots_of(pages, (row.start + offset for offset in compact), self.page_size)
+            source_lines += self._lines(row, accepted)
+            target_lines += self._lines(row, compact)
             source_rows += [begin + offset for offset in accepted]
             target_rows += [begin + offset for offset in compact]
         if sources:
             upload = self.device.upload
             self.ops.copy_kv(self.pages.layers, upload(sources, torch.int32), upload(targets, torch.int32))
+            if source_lines:
+                moves = upload(source_lines, torch.int32), upload(target_lines, torch.int32)
+                self.ops.copy_inputs(self.pages.state_layers, *moves)
             to_rows, from_rows = upload(target_rows, torch.int64), upload(source_rows, torch.int64)
             for state in states:
                 state[to_rows] = state[from_rows]
         return outcomes
+
+    def _lines(self, row: Row, offsets: Iterable[int]) -> list[int]:
+        """Return the lines in which recurrent layers keep the inputs of these tokens of a row."""
+        shape = self.pages.recurrent
+        if shape is None:
+            return []
+        return [row.states[1] * shape.lines + (row.start + offset) % shape.lines for offset in offsets]
 
     def _prompt_logprobs(self, hidden: Tensor, row: Row, begin: int) -> list[TokenLogprobs]:
         """Return the logprobs of the prompt tokens after those of this row, whose first is at index `begin`."""
@@ -243,15 +257,17 @@ class Runner:
 
     def capture(self, shape: Shape) -> None:
         """Capture steps of a padded shape."""
+        shape = shape._replace(has_states=self.pages.recurrent is not None)
         inputs, batch = self._batch(shape)
         inputs.fill(BatchBuilder().pack(shape, self.device.alignment))
         self.graphs.capture(("forward", shape), lambda: self._forward_into_outputs(batch))
 
     def run_padding(self, shape: Shape) -> None:
         """Run a step of this shape without a request, to compile its kernels."""
+        shape = shape._replace(has_states=self.pages.recurrent is not None)
         inputs, batch = make_batch(self.device, shape, self.device.alignment)
         inputs.fill(BatchBuilder().pack(shape, self.device.alignment))
-        self.model.forward(batch, self.pages.layers, self.aux_layers)
+        self.model.forward(batch, self.pages.storages, self.aux_layers)
 
     def warm_up(self, method: str, decode_steps: int) -> None:
         """Measure the latency of steps with drafts of this method, and of drafting."""

@@ -23,6 +23,7 @@ from typing import Protocol
 
 from .adapters import Adapter
 from .cache.prefix import PrefixCache
+from .cache.state_slots import StateSlots
 from .errors import UserError
 from .request import Request, Row, RowResult, Step
 from .types import DecodeStep, Draft, Ending, FinishReason, TokenLogprobs
@@ -81,14 +82,19 @@ class Scheduler:
         decode_steps: int = 1,
         adapters: AdapterSlots | None = None,
         window: int = 0,
+        state_slots: int = 0,
     ) -> None:
-        """adapters: lends the slots in which requests with an adapter run; None: no request has one."""
+        """adapters: lends the slots in which requests with an adapter run; None: no request has one.
+
+        state_slots: of a model with recurrent layers, at least one for each request that can run; 0: another model.
+        """
         self.max_requests = max_requests
         self.max_step_tokens = max_step_tokens
         self.decode_steps = decode_steps  # limit on decode steps of one Step, if all rows are multi-step
         self.adapters = adapters
         self.window = window  # the widest of all layers, in tokens; 0: some layer has none
         self.cache = PrefixCache(pages, page_size, prefix_cache)
+        self.states = StateSlots(state_slots) if state_slots else None
         self._clock = itertools.count()
         self._order: dict[Request, int] = {}  # arrival number of every unfinished request
         self._by_id: dict[str, Request] = {}
@@ -343,9 +349,27 @@ class Scheduler:
             if youngest is request:
                 return
         request.pages += pages
+        self._keep_state(request, count)
         stop = request.computed + count
         tokens = request.tokens(request.computed, stop)
         step.put(Row(request, request.computed, tokens, sample=stop == request.length))
+
+    def _keep_state(self, request: Request, count: int) -> None:
+        """Write the state after a chunk to another slot, so that a step that fails can be repeated.
+
+        A step of one token, and the start of a text, can be repeated in place. So can any other step if no slot is
+        free; only if it fails, the request ends with an error.
+        """
+        if self.states is None or count == 1 or request.computed == 0 or request.next_state_slot >= 0:
+            return
+        if self.states.available > self.max_requests - len(self._running):  # each request to come needs one
+            request.next_state_slot = self.states.take()
+
+    def _advance_state(self, request: Request) -> None:
+        """Make the state that a step wrote the state of the request."""
+        if self.states is not None and request.next_state_slot >= 0:
+            self.states.give_back(request.state_slot)
+            request.state_slot, request.next_state_slot = request.next_state_slot, -1
 
     def _admit(self, step: _StepBuilder) -> None:
         """Admit waiting requests, oldest first, while there are rows, tokens, pages, and slots for their adapters."""
@@ -364,6 +388,8 @@ class Scheduler:
             elif self._take_prefix(request):
                 del self._waiting[index]
                 samples[request.parent_id] += 1
+                if self.states is not None:
+                    request.state_slot = self.states.take()
                 insort(self._running, request, key=self._order.__getitem__)
                 self._extend(request, step)
             else:
@@ -431,6 +457,7 @@ class Scheduler:
     def _accept(self, row: Row, result: RowResult) -> None:
         request = row.request
         request.prompt_logprobs += result.prompt_logprobs
+        self._advance_state(request)
         ending = self._append(request, row.draft, result)
         request.draft = result.draft
         reason = request.spec_stats.suspension
@@ -496,6 +523,9 @@ class Scheduler:
         self._running.remove(request)
         if self.adapters is not None and request.adapter is not None:
             self.adapters.give_back(request.adapter)
+        if self.states is not None:
+            self._advance_state(request)
+            self.states.give_back(request.state_slot)
 
     def _free_pages(self, request: Request) -> None:
         self._scheduled.pop(request, None)

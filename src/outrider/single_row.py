@@ -61,6 +61,8 @@ class SingleRowStep:
             values += parents
         if request.adapter is not None:
             values += [slot_of(request)] * size
+        if self.pages.recurrent is not None:
+            values += row.states
         values += request.length, request.params.top_k
         if draft is not None:
             values += -1, *draft.tokens, *parents
@@ -89,7 +91,8 @@ class SingleRowStep:
         return self._logits[:size]
 
     def _record(self, size: int, pages: int, is_tree: bool, has_adapter: bool, aux_layers: tuple[int, ...]) -> Recorded:
-        shape, drafted = Shape(size, 1, pages, is_tree, has_adapter), size if size > 1 else 0
+        shape = Shape(size, 1, pages, is_tree, has_adapter, self.pages.recurrent is not None)
+        drafted = size if size > 1 else 0
         lengths = [*sizes(shape), 1, 1, drafted, drafted]
         inputs, outputs = self.device.buffer(sum(lengths), torch.int32), self.device.buffer(1 + 2 * size, torch.int32)
         *parts, positions, top_k, draft_tokens, parents = torch.split(inputs.tensor, lengths)
@@ -102,7 +105,7 @@ class SingleRowStep:
             hidden = self.device.zeros((size, len(aux_layers) * self.model.config.width), torch.float32)
 
         def run(_: object) -> None:
-            states, aux_states = self.model.forward(batch, self.pages.layers, aux_layers)
+            states, aux_states = self.model.forward(batch, self.pages.storages, aux_layers)
             if hidden is not None:
                 torch.cat(aux_states, 1, out=hidden)
             logits = self.model.logits(states, self._logits_of(size))

@@ -1,13 +1,17 @@
-"""Storage of keys and values: pages of `page_size` tokens, with the same page numbers in every layer."""
+"""Storage of keys and values: pages of `page_size` tokens, with the same page numbers in every layer.
+
+Recurrent layers have a state for each running request instead, in a slot of its own (StateShape).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from ..device import HOST, Device
-from ..kernels import LayerPages
+from ..kernels import LayerPages, LayerStates
 from ..kernels.kv_quantization import LARGEST
 
 DTYPES = {
@@ -30,24 +34,79 @@ def slots_of(pages: Sequence[int], positions: Iterable[int], page_size: int) -> 
     return [pages[position // page_size] * page_size + position % page_size for position in positions]
 
 
+@dataclass(frozen=True)
+class StateShape:
+    """The states of the recurrent layers of a model. The scheduler decides which request owns a slot."""
+
+    layers: tuple[bool, ...]  # which layers are recurrent; the others have attention
+    heads: int
+    head_dim: int
+    state_dim: int
+    inputs: int  # numbers of a token that a layer keeps until its state reads the token
+    slots: int
+    lines: int  # tokens whose inputs are kept in each slot
+
+    @property
+    def padding(self) -> int:
+        """Return the slot of rows that pad a batch."""
+        return self.slots
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of all slots."""
+        numbers = self.heads * self.head_dim * self.state_dim + self.lines * self.inputs
+        return 4 * numbers * (self.slots + 1) * sum(self.layers)
+
+    def allocate(self, device: Device) -> LayerStates:
+        """Allocate the states of one layer: a slot more than requests have, for padding."""
+        count = self.slots + 1
+        return LayerStates(
+            device.zeros((count, self.heads, self.head_dim, self.state_dim), torch.float32),
+            device.zeros((count, self.lines, self.inputs), torch.float32),
+            device.zeros((count,), torch.int32),
+        )
+
+
 class Pages:
     """Key and value tensors of every layer. The scheduler decides which request owns a page.
 
     `allocate` comes later than the constructor: the number of pages depends on `bytes_per_token` of all storages.
     """
 
-    def __init__(self, layers: int, kv_heads: int, page_size: int, head_dim: int, dtype: str, states: int = 0) -> None:
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        page_size: int,
+        head_dim: int,
+        dtype: str,
+        states: int = 0,
+        recurrent: StateShape | None = None,
+    ) -> None:
+        """states: floats to store with each page. recurrent: of the layers that have states instead of pages."""
         self.page_size = page_size
-        self.bytes_per_token = bytes_per_token(layers, kv_heads, head_dim, dtype) + -(-states * 4 // page_size)
+        self.recurrent = recurrent
+        self._has_pages = [recurrent is None or not recurrent.layers[layer] for layer in range(layers)]
+        self.bytes_per_token = bytes_per_token(sum(self._has_pages), kv_heads, head_dim, dtype)
+        self.bytes_per_token += -(-states * 4 // page_size)
         self.count = 0
-        self.layers: list[LayerPages] = []
+        self.layers: list[LayerPages] = []  # of the layers with attention
+        self.state_layers: list[LayerStates] = []  # of the recurrent layers
+        self.storages: list[LayerPages | LayerStates] = []  # of all layers
         self.states = torch.empty(0, states)  # [pages + 1, states] f32, one row per page; padding uses the last
         self._shape = (kv_heads, page_size, head_dim)  # G, S, D
-        self._num_layers, self._dtype = layers, dtype
+        self._dtype = dtype
 
     def allocate(self, count: int, device: Device = HOST) -> None:
         shape, dtype = (count, *self._shape), DTYPES[self._dtype]  # [pages, G, S, D]
         self.count = count
         tensors = [(shape, dtype)] * 2 + [(shape[:3], torch.float32)] * (2 if dtype in LARGEST else 0)
-        self.layers = [LayerPages(*(device.zeros(*each) for each in tensors)) for _ in range(self._num_layers)]
+        num_layers = sum(self._has_pages)
+        self.layers = [LayerPages(*(device.zeros(*each) for each in tensors)) for _ in range(num_layers)]
+        recurrent = self.recurrent
+        self.state_layers = (
+            [] if recurrent is None else [recurrent.allocate(device) for _ in range(sum(recurrent.layers))]
+        )
+        pages, states = iter(self.layers), iter(self.state_layers)
+        self.storages = [next(pages) if has_pages else next(states) for has_pages in self._has_pages]
         self.states = device.zeros((count + 1, self.states.shape[1]), torch.float32)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from .protocol import Kernels as Kernels
 from .protocol import load as load
+from .recurrence import LayerStates as LayerStates
+from .recurrence import RecurrentWeights as RecurrentWeights
 from .structures import Activation as Activation
 from .structures import AttentionLora as AttentionLora
 from .structures import AttentionWeights as AttentionWeights

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .recurrence import LayerStates, RecurrentWeights
 from .structures import (
     AttentionWeights,
     Batch,
@@ -57,6 +58,10 @@ class Kernels(Protocol):
         """Repack a mixture of experts for moe."""
         ...
 
+    def recurrent_layer(self, weights: RecurrentWeights) -> Any:
+        """Repack a recurrent layer for recurrent."""
+        ...
+
     def lora_slots(self, slots: int, rank: int, shape: tuple[int, int]) -> Any:
         """Make room for `slots` adapters of at most `rank` over a matrix of this shape [N, K]. All slots are empty."""
         ...
@@ -98,7 +103,7 @@ class Kernels(Protocol):
         ...
 
     def attend(self, q: Tensor, layer: Any, batch: Batch, pages: LayerPages, x: Tensor) -> None:
-        """Add post_norm(output(attention of q over the pages)) to x [T, E]."""
+        """Add post_norm(output(attention of q over the pages, gated by x if the layer has a gate)) to x [T, E]."""
         ...
 
     def mlp(self, x: Tensor, layer: Any, adapters: Tensor | None = None) -> None:
@@ -109,12 +114,29 @@ class Kernels(Protocol):
         """Add post_norm(sum of score * MLP of norm(x) over the chosen experts and the shared one) to x [T, E]."""
         ...
 
-    def layer_stack(self, layers: Sequence[tuple[Any, Any]], pages: Sequence[LayerPages]) -> Any:
-        """Bind attention and MLP (or MoE) layers to their KV pages, for run_layers: one call for all of them."""
+    def recurrent(self, x: Tensor, layer: Any, batch: Batch, states: LayerStates) -> None:
+        """Add output(gated norm(recurrence over norm(x))) to x [T, E], and update the states of the rows.
+
+        A row at position 0 begins with a state of zeros. Another reads the state of its first slot (batch.states), and
+        brings it up to date with the inputs of the tokens between its length and the row's first position. Then it
+        runs its own tokens, each after its parent. The state after the leading ones is written to the second slot; the
+        inputs of the others are kept there. Repeating a step that writes no token of its own gives the same results.
+        """
+        ...
+
+    def copy_inputs(self, layers: Sequence[LayerStates], sources: Tensor, targets: Tensor) -> None:
+        """Copy kept inputs between lines (slot * R + position % R), in order: compacts the accepted path of a tree."""
+        ...
+
+    def layer_stack(self, layers: Sequence[tuple[Any, Any]], pages: Sequence[LayerPages | LayerStates]) -> Any:
+        """Bind layers to their KV pages or states, for run_layers: one call for all of them.
+
+        A layer is a pair: attention or a recurrent layer, and an MLP or a mixture of experts.
+        """
         ...
 
     def run_layers(self, x: Tensor, layer_stack: Any, batch: Batch) -> None:
-        """Apply project_qkv, attend and mlp (or moe) of each layer to x [T, E], in place."""
+        """Apply project_qkv and attend (or recurrent), and mlp (or moe) of each layer to x [T, E], in place."""
         ...
 
     def process_logits(self, logits: Tensor, processors: LogitsProcessors) -> None:

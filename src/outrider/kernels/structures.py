@@ -68,6 +68,7 @@ class AttentionWeights:
     cos: Tensor | None = None  # [positions, D / 2] f32; None: no rotary embedding in this layer
     sin: Tensor | None = None
     lora: AttentionLora | None = None  # None: adapters are off
+    gate: Weight | None = None  # [H * D, E]: what the heads return is multiplied by sigmoid(gate(norm(x)))
 
     @property
     def whole_norms(self) -> bool:
@@ -144,6 +145,9 @@ class Batch:
     page_tables: Tensor  # [B, P] int32; position p of row b is in page page_tables[b, p // S]
     parents: Tensor | None = None  # [T] int32: the parent of token t among the tokens of this step; -1: the cached text
     adapters: Tensor | None = None  # [T] int32: the slot of the token's adapter; -1: none; None: no token has one
+    # [B, 3] int32, for recurrent layers: the slot that row b reads its state from, the slot that it writes it to, and
+    # the leading tokens of the row that the written state has read; those after it may still be rejected.
+    states: Tensor | None = None
 
 
 @dataclass(frozen=True)

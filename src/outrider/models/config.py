@@ -23,11 +23,14 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_tanh": "gelu_tanh",
 }
 SWIGLU_OAI: Mapping[str, float] = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # as the kernels have them
+# Names of layers in hybrid models, the last two of Granite 4, and whether such a layer is recurrent.
+RECURRENT_TYPES = {"linear_attention": True, "full_attention": False, "mamba": True, "attention": False}
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # spellings of one key
 # Limits on what a damaged file can make us allocate.
 MAX_LAYERS = 1024
 MAX_POSITIONS = 1 << 22  # the longest context of a published model; the rope tables grow with it
 MAX_EXPERTS = 4096
+MAX_CONV_SIZE = 64  # positions of a convolution; published models have 4
 GEMMA2_DEFAULTS: Mapping[str, Any] = {
     "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh",
@@ -82,6 +85,33 @@ QWEN2_MOE_DEFAULTS: Mapping[str, Any] = {
     "num_experts": 60,
     "num_experts_per_tok": 4,
 }
+GRANITE4_DEFAULTS: Mapping[str, Any] = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "shared_intermediate_size": 1024,
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+}
+QWEN3_NEXT_DEFAULTS: Mapping[str, Any] = {
+    "head_dim": 256,
+    "intermediate_size": 5632,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+}
+QWEN35_DEFAULTS: Mapping[str, Any] = {**QWEN3_NEXT_DEFAULTS, "num_experts": 0}
+QWEN35_MOE_DEFAULTS: Mapping[str, Any] = {**QWEN3_NEXT_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8}
 QWEN3_MOE_DEFAULTS: Mapping[str, Any] = {"moe_intermediate_size": 768, "num_experts_per_tok": 8}
 
 
@@ -97,6 +127,33 @@ class Experts:
     layers: tuple[bool, ...]  # per layer; False: a plain MLP
     biased: bool = False  # the router and all matrices have biases
     interleaved: bool = False  # rows of gate and up in turns in merged tensors, whose floats are transposed
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """The recurrent layers that take the place of attention in some layers; see kernels/recurrence.py."""
+
+    delta: bool  # Gated DeltaNet, else Mamba-2
+    heads: int
+    key_heads: int
+    head_dim: int
+    state_dim: int
+    conv_size: int  # positions that the convolution reads
+    layers: tuple[bool, ...]  # per layer; False: attention
+    conv_bias: bool = False
+
+    @property
+    def values(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.state_dim
+
+    @property
+    def inputs(self) -> int:
+        """Return the numbers of a token that a layer keeps: channels and controls."""
+        return 2 * self.keys + self.values + self.heads * (2 if self.delta else 1)
 
 
 @dataclass(frozen=True)
@@ -132,6 +189,8 @@ class ModelConfig:
     post_norms: bool  # norms after attention and after the MLP
     end_tokens: tuple[int, ...]  # empty when the configuration names none
     experts: Experts | None = None
+    recurrent: Recurrent | None = None
+    gated_attention: bool = False  # what the heads return is multiplied by the sigmoid of a projection
 
     @property
     def stream_eps(self) -> float:
@@ -162,6 +221,9 @@ class Architecture:
     gpt_oss_experts: bool = False  # experts with biases, and rows of gate and up in turns
     sinks: bool = False
     activation: Activation | None = None  # None: as `hidden_act` says
+    recurrent: Literal["none", "delta", "mamba"] = "none"  # layers that are not attention: Gated DeltaNet, Mamba-2
+    gated_attention: bool = False
+    image_positions: bool = False  # whether `mrope_section` is ignored: it is for images, text has one axis
     defaults: Mapping[str, Any] | None = None
 
 
@@ -213,6 +275,40 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         experts="sparse",
         defaults=QWEN3_MOE_DEFAULTS,
     ),
+    "qwen3_next": Architecture(
+        "Qwen3-Next",
+        "Qwen3NextForCausalLM",
+        qkv_bias=None,
+        head_norms=True,
+        experts="sparse",
+        normalized_scores=True,
+        recurrent="delta",
+        gated_attention=True,
+        defaults=QWEN3_NEXT_DEFAULTS,
+    ),
+    "qwen3_5_text": Architecture(
+        "Qwen3.5",
+        "Qwen3_5ForCausalLM",
+        qkv_bias=None,
+        head_norms=True,
+        experts="sparse",
+        recurrent="delta",
+        gated_attention=True,
+        image_positions=True,
+        defaults=QWEN35_DEFAULTS,
+    ),
+    "qwen3_5_moe_text": Architecture(
+        "Qwen3.5-MoE",
+        "Qwen3_5MoeForCausalLM",
+        qkv_bias=None,
+        head_norms=True,
+        experts="sparse",
+        normalized_scores=True,
+        recurrent="delta",
+        gated_attention=True,
+        image_positions=True,
+        defaults=QWEN35_MOE_DEFAULTS,
+    ),
     "mimo": Architecture("MiMo", "MiMoForCausalLM", windows="flagged", qkv_bias=True),  # Qwen2 with MTP modules
     "smollm3": Architecture(
         "SmolLM3",
@@ -228,6 +324,16 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "OLMo 2", "Olmo2ForCausalLM", qkv_bias=None, whole_norms=True, pre_norms=False, post_norms=True
     ),
     "granite": Architecture("Granite", "GraniteForCausalLM", qkv_bias=None, mlp_bias=True, multipliers=True),
+    "granitemoehybrid": Architecture(
+        "Granite 4",
+        "GraniteMoeHybridForCausalLM",
+        qkv_bias=None,
+        multipliers=True,
+        experts="all",
+        normalized_scores=True,
+        recurrent="mamba",
+        defaults=GRANITE4_DEFAULTS,
+    ),
     "gemma2": Architecture(
         "Gemma 2",
         "Gemma2ForCausalLM",
@@ -284,7 +390,9 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        mlp_width=fields.count("intermediate_size"),
+        mlp_width=fields.count(
+            "shared_intermediate_size" if architecture.recurrent == "mamba" else "intermediate_size"
+        ),
         eps=fields.number("rms_norm_eps", 1e-6),
         context=_context(fields, ropes),
         tied_head=fields.flag("tie_word_embeddings"),
@@ -308,6 +416,8 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         post_norms=architecture.post_norms,
         end_tokens=_end_tokens(config),
         experts=_experts(fields, architecture, layers),
+        recurrent=_recurrent(fields, architecture, layers),
+        gated_attention=architecture.gated_attention,
     )
 
 
@@ -358,13 +468,13 @@ def _refuse_unsupported(config: Mapping[str, Any], architecture: Architecture) -
 
 def _experts(fields: ConfigFields, architecture: Architecture, layers: int) -> Experts | None:
     rule = architecture.experts
-    if rule == "none":
+    if rule == "none" or _is_dense_hybrid(fields, architecture):
         return None
     name = next((name for name in EXPERT_COUNTS if fields.values.get(name)), EXPERT_COUNTS[0])
     count, top_k = fields.count(name, most=MAX_EXPERTS), fields.count("num_experts_per_tok")
     if top_k > count:
         raise UserError(f"the model's configuration says `num_experts_per_tok` is {top_k}, but has {count} experts")
-    shared = "shared_expert_intermediate_size"
+    shared = "shared_intermediate_size" if architecture.recurrent == "mamba" else "shared_expert_intermediate_size"
     return Experts(
         count=count,
         top_k=top_k,
@@ -375,6 +485,75 @@ def _experts(fields: ConfigFields, architecture: Architecture, layers: int) -> E
         biased=architecture.gpt_oss_experts,
         interleaved=architecture.gpt_oss_experts,
     )
+
+
+def _is_dense_hybrid(fields: ConfigFields, architecture: Architecture) -> bool:
+    """Return whether a model with recurrent layers, whose family has experts, has none."""
+    return architecture.recurrent != "none" and any(fields.values.get(name) == 0 for name in EXPERT_COUNTS)
+
+
+def _recurrent(fields: ConfigFields, architecture: Architecture, layers: int) -> Recurrent | None:
+    if architecture.recurrent == "none":
+        return None
+    if architecture.recurrent == "mamba":
+        return _mamba(fields, layers)
+    heads, key_heads = fields.count("linear_num_value_heads"), fields.count("linear_num_key_heads")
+    if heads % key_heads:
+        raise UserError(
+            f"the model's configuration says `linear_num_value_heads` is {heads} and `linear_num_key_heads` "
+            f"{key_heads}: the first must be a multiple of the second"
+        )
+    return Recurrent(
+        delta=True,
+        heads=heads,
+        key_heads=key_heads,
+        head_dim=fields.count("linear_value_head_dim"),
+        state_dim=fields.count("linear_key_head_dim"),
+        conv_size=fields.count("linear_conv_kernel_dim", most=MAX_CONV_SIZE),
+        layers=_recurrent_layers(fields, layers),
+    )
+
+
+def _mamba(fields: ConfigFields, layers: int) -> Recurrent:
+    if fields.flag("mamba_proj_bias"):
+        raise UserError("biases of Mamba projections (`mamba_proj_bias`) are not supported: pick a model without them")
+    limit = fields.items("time_step_limit") or [0.0, math.inf]
+    if limit[0] != 0 or limit[1] not in (math.inf, {"__float__": "Infinity"}):  # the latter: as transformers writes it
+        raise UserError(f"limited time steps (`time_step_limit` {limit}) are not supported: pick a model without them")
+    heads, key_heads = fields.count("mamba_n_heads"), fields.count("mamba_n_groups")
+    values = fields.count("mamba_expand") * fields.count("hidden_size")
+    if values % heads or heads % key_heads:
+        raise UserError(
+            f"the model's configuration says `mamba_n_heads` is {heads}: expected a divisor of {values} values, and a "
+            f"multiple of `mamba_n_groups` ({key_heads})"
+        )
+    return Recurrent(
+        delta=False,
+        heads=heads,
+        key_heads=key_heads,
+        head_dim=values // heads,
+        state_dim=fields.count("mamba_d_state"),
+        conv_size=fields.count("mamba_d_conv", most=MAX_CONV_SIZE),
+        layers=_recurrent_layers(fields, layers),
+        conv_bias=fields.flag("mamba_conv_bias"),
+    )
+
+
+def _recurrent_layers(fields: ConfigFields, layers: int) -> tuple[bool, ...]:
+    """Return which layers are recurrent: those of `layer_types`, or all but every `full_attention_interval`-th."""
+    kinds = fields.items("layer_types") or fields.items("layers_block_type")
+    if kinds is None:
+        interval = fields.count("full_attention_interval", 4)
+        return tuple((layer + 1) % interval != 0 for layer in range(layers))
+    if len(kinds) != layers:
+        raise UserError(f"the model's configuration lists {len(kinds)} `layer_types` for {layers} layers")
+    for kind in kinds:
+        if kind not in RECURRENT_TYPES:
+            raise UserError(f"the layer type `{kind}` is not supported: expected one of {', '.join(RECURRENT_TYPES)}")
+    found = tuple(RECURRENT_TYPES[kind] for kind in kinds)
+    if all(found):
+        raise UserError("no layer of the model has attention: pick a model with attention in at least one layer")
+    return found
 
 
 def _sparse_layers(fields: ConfigFields, layers: int) -> tuple[bool, ...]:
@@ -460,9 +639,13 @@ def _ropes(
         by_type = {kind: read_rope(each, fields, head_dim) for kind, each in _gemma3_rope_parameters(fields).items()}
         return tuple(by_type[kind] for kind in layer_types)
     parameters = fields.table("rope_parameters") or fields.table("rope_scaling")
+    if architecture.image_positions:
+        parameters = {name: value for name, value in parameters.items() if name != "mrope_section"}
     rope = read_rope({"rope_theta": values.get("rope_theta", 10_000.0), **parameters}, fields, head_dim)
     count = len(layer_types)
     rope_layers = _rope_layers(fields, count) if architecture.skips_rope else [True] * count
+    if architecture.recurrent == "mamba" and values.get("position_embedding_type") != "rope":
+        rope_layers = [False] * count
     return tuple(rope if has_rope else None for has_rope in rope_layers)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..kernels import Batch, Kernels, LayerPages, Weight
+from ..kernels import Batch, Kernels, LayerPages, LayerStates, Weight
 from ..kernels.cpu import quantize_weight
 from ..kernels.quantization import FORMATS
 from ..types import Progress, unwatched
@@ -18,6 +18,7 @@ from .config import ModelConfig, read_config
 from .experts import moe
 from .layers import ModelCheckpoint, RopeTables, WeightReader
 from .lora import LoraLayers
+from .recurrent import recurrent
 from .rope import rotary_order
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,8 @@ class Model:
         lora: LoraLayers | None = None,
     ) -> None:
         """lora: gets slots for adapters over the matrices of all layers; None: adapters are off."""
+        if lora is not None and config.recurrent is not None:
+            raise UserError("adapters are not supported for models with recurrent layers: start without `lora`")
         self.config = config
         self.ops = ops
         self.lora = lora
@@ -53,13 +56,9 @@ class Model:
         self.layers = []
         for layer in range(config.layers):
             progress(layer + 1, parts, label)
-            attention = layers.attention(config, reader, layer, rope_tables)
-            if lora is not None:
-                order = rotary_order(config.ropes[layer], config.head_dim)
-                attention = lora.attention(layer, attention, order)
-            self.layers.append((ops.attention_layer(attention), self._perceptron(reader, layer)))
+            self.layers.append((self._mixer(reader, layer, rope_tables), self._perceptron(reader, layer)))
             checkpoint.release()
-        self._pages: Sequence[LayerPages] = ()
+        self._pages: Sequence[LayerPages | LayerStates] = ()
         self._stacks: dict[tuple[int, int], object] = {}
         reader.finish(config)
         if reader.stored_kinds:
@@ -68,6 +67,17 @@ class Model:
         progress(parts, parts, label)
         self.weight_bytes = reader.weight_bytes  # of the weights that a step of one token reads
         self.idle_bytes = reader.idle_bytes  # of the experts that it does not read
+
+    def _mixer(self, reader: WeightReader, layer: int, rope_tables: RopeTables) -> object:
+        """Return the attention of a layer, or the recurrent layer in its place."""
+        shape = self.config.recurrent
+        if shape is not None and shape.layers[layer]:
+            return self.ops.recurrent_layer(recurrent(self.config, shape, reader, layer))
+        attention = layers.attention(self.config, reader, layer, rope_tables)
+        if self.lora is not None:
+            order = rotary_order(self.config.ropes[layer], self.config.head_dim)
+            attention = self.lora.attention(layer, attention, order)
+        return self.ops.attention_layer(attention)
 
     def _perceptron(self, reader: WeightReader, layer: int) -> object:
         """Return the MLP of a layer, or its mixture of experts."""
@@ -78,7 +88,7 @@ class Model:
         return self.ops.mlp_layer(mlp if self.lora is None else self.lora.mlp(layer, mlp))
 
     def forward(
-        self, batch: Batch, pages: Sequence[LayerPages], aux_layers: Sequence[int] = ()
+        self, batch: Batch, pages: Sequence[LayerPages | LayerStates], aux_layers: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the hidden states before the last norm [T, E], and copies of the aux hidden states.
 
@@ -99,8 +109,8 @@ class Model:
                 aux_states[end] = x.clone() if scale == 1 else x * scale
         return x, [aux_states[layer] for layer in aux_layers]
 
-    def _stack(self, begin: int, end: int, pages: Sequence[LayerPages]) -> object:
-        """Return layers [begin, end) with their pages. Pages stay allocated, so the result is cached."""
+    def _stack(self, begin: int, end: int, pages: Sequence[LayerPages | LayerStates]) -> object:
+        """Return layers [begin, end) with their pages or states. These stay allocated, so the result is cached."""
         if self._pages is not pages:
             self._pages, self._stacks = pages, {}
         if (begin, end) not in self._stacks:

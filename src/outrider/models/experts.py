@@ -7,16 +7,22 @@ all (newer transformers), the same with the rows of gate and up in turns (gpt-os
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from ..errors import UserError
 from ..kernels import MlpWeights, MoeWeights, Weight
 from .config import Experts, ModelConfig
-from .layers import WeightReader
+from .layers import FLOATS, WeightReader
 
 MODULES = ("mlp", "block_sparse_moe")  # the second in Mixtral's own checkpoints
-ROUTERS = ("gate", "router")  # the second in gpt-oss
+ROUTERS = ("gate", "router", "router.layer")  # the second in gpt-oss, the third in Granite 4
+# The tensors of all experts in Granite 4's own checkpoints, and their names elsewhere.
+GRANITE_NAMES = {"experts.gate_up_proj": "input_linear.weight", "experts.down_proj": "output_linear.weight"}
+SHARED_MLP = "shared_mlp."  # of every token in Granite 4; its score is 1
 MATRICES = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}  # the second of Mixtral
 
 
@@ -52,19 +58,30 @@ def moe(config: ModelConfig, experts: Experts, reader: WeightReader, layer: int)
         gate_bias=biases.gate,
         up_bias=biases.up,
         down_bias=biases.down,
-        shared=_shared(config, reader, module + "shared_expert.", shared) if shared else None,
-        shared_gate=reader.row(module + "shared_expert_gate.weight", width) if shared else None,
+        **(_shared(config, reader, prefix, module, shared) if shared else {}),
     )
 
 
-def _shared(config: ModelConfig, reader: WeightReader, module: str, inner: int) -> MlpWeights:
-    return MlpWeights(
-        gate=reader.matrix(module + "gate_proj.weight", inner, config.width),
-        up=reader.matrix(module + "up_proj.weight", inner, config.width),
-        down=reader.matrix(module + "down_proj.weight", config.width, inner),
-        activation=config.activation,
-        eps=config.stream_eps,
-    )
+def _shared(config: ModelConfig, reader: WeightReader, prefix: str, module: str, inner: int) -> dict[str, Any]:
+    """Read the expert of every token, and the gate of its score."""
+    width = config.width
+    if not reader.has(f"{prefix}{SHARED_MLP}input_linear.weight"):
+        module += "shared_expert"
+        gate, up = (reader.matrix(f"{module}.{name}.weight", inner, width) for name in ("gate_proj", "up_proj"))
+        down = reader.matrix(f"{module}.down_proj.weight", width, inner)
+        score = reader.row(f"{module}_gate.weight", width)
+    else:  # its score is 1: a gate of zeros gives a half, so the output is doubled, which is exact
+        module = prefix + SHARED_MLP
+        gate, up = reader.matrices(module, {"gate_proj": inner, "up_proj": inner}, "input_linear", width)
+        whole = reader.stored(module + "output_linear.weight", width, inner)
+        if whole.kind not in FLOATS:
+            raise UserError(
+                f"the tensor `{module}output_linear.weight` is quantized as `{whole.kind}`: expected floats"
+            )
+        down = reader.counted(reader.quantized(replace(whole, data=2 * whole.data), fine=False))
+        score = torch.zeros(width, device=whole.data.device)
+    mlp = MlpWeights(gate=gate, up=up, down=down, activation=config.activation, eps=config.stream_eps)
+    return {"shared": mlp, "shared_gate": score}
 
 
 def _biases(reader: WeightReader, module: str, experts: Experts, width: int) -> Biases:
@@ -84,7 +101,7 @@ def _gates(
     reader: WeightReader, module: str, experts: Experts, width: int
 ) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
     """Read the gate and up matrices of all experts."""
-    joined = module + "experts.gate_up_proj"
+    joined = _name(reader, module, "experts.gate_up_proj")
     if not reader.has(joined):
         gate = _matrices(reader, module, "gate", experts, experts.width, width)
         return gate, _matrices(reader, module, "up", experts, experts.width, width)
@@ -99,7 +116,7 @@ def _matrices(
     reader: WeightReader, module: str, part: str, experts: Experts, rows: int, columns: int
 ) -> tuple[Weight, ...]:
     """Read one matrix [rows, columns] of each expert."""
-    merged = [f"{module}experts.{MATRICES[part][0]}{suffix}" for suffix in ("", ".weight")]
+    merged = [_name(reader, module, f"experts.{MATRICES[part][0]}{suffix}") for suffix in ("", ".weight")]
     name = next((name for name in merged if reader.has(name)), None)
     if name is not None:
         transposed = experts.interleaved and name == merged[0]
@@ -112,6 +129,12 @@ def _matrices(
     parts = tuple(reader.quantized(weight, fine=False) for weight in found)
     reader.count_experts(parts, experts.top_k, experts.count)
     return parts
+
+
+def _name(reader: WeightReader, module: str, name: str) -> str:
+    """Return the name of a tensor of all experts in this checkpoint."""
+    other = module + GRANITE_NAMES.get(name, name)
+    return other if reader.has(other) else module + name
 
 
 def split(merged: Weight, count: int) -> list[Weight]:

@@ -187,7 +187,12 @@ def attention(
     queries, keys = config.heads * head, config.kv_heads * head
     parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
     # First, to check the shapes before allocating the rope tables.
-    query, key, value = reader.matrices(module, parts, "qkv_proj", inputs)
+    gate = None
+    if config.gated_attention:
+        query, gate = _query_and_gate(config, reader, module, inputs)
+        key, value = (reader.matrix(f"{module}{name}.weight", keys, inputs) for name in ("k_proj", "v_proj"))
+    else:
+        query, key, value = reader.matrices(module, parts, "qkv_proj", inputs)
     cos, sin = rope_tables.of(layer)
     weights = AttentionWeights(
         query=query,
@@ -204,6 +209,7 @@ def attention(
         norm=reader.norm(prefix + "input_layernorm.weight", width) if normed and config.pre_norms else None,
         cos=cos,
         sin=sin,
+        gate=gate,
     )
     if config.post_norms:
         weights = replace(weights, post_norm=reader.norm(prefix + "post_attention_layernorm.weight", width))
@@ -227,6 +233,18 @@ def attention(
         weights = replace(weights, sinks=reader.vector(module + name, config.heads))
     order = rotary_order(config.ropes[layer], head)
     return weights if order is None else _reordered(weights, torch.tensor(order))
+
+
+def _query_and_gate(config: ModelConfig, reader: WeightReader, module: str, inputs: int) -> tuple[Weight, Weight]:
+    """Read the queries and gates of gated attention, which alternate by head in one matrix."""
+    whole = reader.stored(module + "q_proj.weight", 2 * config.heads * config.head_dim, inputs)
+    both = whole.data.view(config.heads, 2, config.head_dim, -1)
+    parts = [
+        replace(whole, shape=(config.heads * config.head_dim, inputs), data=both[:, index].flatten(0, 1))
+        for index in range(2)
+    ]
+    query, gate = (reader.counted(reader.quantized(part, fine=False)) for part in parts)
+    return query, gate
 
 
 def _reordered(weights: AttentionWeights, order: Tensor) -> AttentionWeights:
@@ -256,11 +274,14 @@ def mlp(config: ModelConfig, reader: WeightReader, layer: int) -> MlpWeights:
     width, inner = config.width, config.mlp_width
     # With norms after attention, Llama's name of the norm before the MLP is that of the norm after attention.
     norm = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
-    gate, up = reader.matrices(module, {"gate_proj": inner, "up_proj": inner}, "gate_up_proj", width)
+    fused, last = "gate_up_proj", "down_proj"
+    if reader.has(prefix + "shared_mlp.input_linear.weight"):  # Granite 4
+        module, fused, last = prefix + "shared_mlp.", "input_linear", "output_linear"
+    gate, up = reader.matrices(module, {"gate_proj": inner, "up_proj": inner}, fused, width)
     weights = MlpWeights(
         gate=gate,
         up=up,
-        down=reader.matrix(module + "down_proj.weight", width, inner),
+        down=reader.matrix(f"{module}{last}.weight", width, inner),
         activation=config.activation,
         eps=config.stream_eps,
         norm=reader.norm(f"{prefix}{norm}.weight", width) if config.pre_norms else None,

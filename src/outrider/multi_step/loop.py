@@ -40,6 +40,7 @@ class RunBuffers:
     floats: Buffer  # temperature, top_p, min_p
     seeds: Buffer
     tables: Buffer
+    states: Buffer | None  # None: the model has no recurrent layers
     verify_inputs: VerifyInputs  # its tokens are written in each step: -1 and the draft of each row
     # [B, 1 + (W + 1) + W] int32: count, tokens, the draft that was verified; then the number of its tokens that were
     # ignored, if verification reads distributions.
@@ -147,13 +148,13 @@ class MultiStepRunner:
             state.positions - 1, tables, self.pages.page_size, self.context, width + 1
         )
         if buffers.drafter is None and not width:
-            batch = Batch(state.newest, positions, slots, batch.query_starts, tables, adapters=batch.adapters)
+            batch = replace(batch, tokens=state.newest, positions=positions, slots=slots)
         else:
             state.ran_positions.copy_(state.positions)
             batch.positions.copy_(positions)
             batch.slots.copy_(slots)
             torch.cat([state.newest[:, None], state.drafts.clamp(min=0)], 1, out=batch.tokens.view(-1, width + 1))
-        hidden, aux_states = self.model.forward(batch, self.pages.layers, buffers.aux_layers)  # [T, E] each
+        hidden, aux_states = self.model.forward(batch, self.pages.storages, buffers.aux_layers)  # [T, E] each
         if aux_states:
             torch.cat(aux_states, 1, out=state.hidden)
         sampling, logits = replace(state.sampling, positions=state.positions + 1), self.model.logits(hidden)
@@ -243,6 +244,7 @@ class MultiStepRunner:
         )
         floats, seeds = buffer(3 * rows, torch.float32), buffer(rows, torch.int64)
         tables = buffer(rows * pages, torch.int32)
+        states = None if self.pages.recurrent is None else buffer(rows * 3, torch.int32)
         temperature, top_p, min_p = torch.split(floats.tensor, rows)
         starts = upload(range(0, rows * (width + 1) + 1, width + 1), torch.int32)
         ran_tokens, ran_positions, ran_slots = zeros((3, rows * (width + 1)), torch.int32)
@@ -261,6 +263,7 @@ class MultiStepRunner:
                 starts,
                 tables.tensor.view(rows, pages),
                 adapters=adapters if adapted else None,
+                states=None if states is None else states.tensor.view(rows, 3),
             ),
             ran_positions=zeros((rows,), torch.int32),
             last_accepted=zeros((rows,), torch.int32),
@@ -279,6 +282,7 @@ class MultiStepRunner:
             floats,
             seeds,
             tables,
+            states,
             VerifyInputs(starts, tokens, upload(parents, torch.int32), width, logits, has_logits),
             output=zeros((rows, 2 + 2 * width + (width > 0 and self.verifier.reads_drafts)), torch.int32),
             num_drafted=upload([width] * rows, torch.int32),
@@ -314,6 +318,9 @@ class MultiStepRunner:
         for index, request in enumerate(requests):
             table[index, : len(request.pages)] = request.pages
         buffers.tables.fill(table.ravel())
+        if buffers.states is not None and self.pages.recurrent is not None:
+            padding = self.pages.recurrent.padding
+            buffers.states.fill([each for row in rows for each in row.states] + [padding, padding, 0] * len(spare))
         if buffers.drafter is not None:
             buffers.drafter.begin(rows)
         if buffers.verify_inputs.logits is not None:

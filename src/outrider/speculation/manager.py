@@ -227,6 +227,7 @@ class SpeculationManager:
         self.adapter_stats: dict[str, dict[str, SpecStats]] = {}  # of those with an adapter, by its name and method
         self.pool = DrafterPool(plan, target, self.controller)
         self.methods = self.pool.methods
+        self.max_width = 0  # limit on drafted tokens, of recurrent layers that keep their inputs; 0: none
         self._no_tokens = target.device.upload([], torch.int32)
         self._last_token = target.device.buffer(1, torch.int32)  # refilled by each call for one request
         self._batch_size = self._passes = 0  # requests in the step; passes so far
@@ -243,7 +244,7 @@ class SpeculationManager:
         if not name or params.speculate_width == 0:
             return Assignment()
         needs = self.pool.get(name).needs
-        width = min(needs.width, params.speculate_width or needs.width)
+        width = min(needs.width, params.speculate_width or needs.width, self.max_width or needs.width)
         return Assignment(name, tuple(members(name)), width, needs.lookahead, name if needs.has_kv else "")
 
     def release(self, requests: Sequence[Request]) -> None:

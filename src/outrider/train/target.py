@@ -102,6 +102,8 @@ class TargetModel:
         checkpoint = open_checkpoint(model, device=self.device.torch_device)
         self.model = build(checkpoint, load(config.backend))
         shape = self.model.config
+        if shape.recurrent is not None:
+            raise UserError(f"`{model}` has recurrent layers, for which heads cannot be trained: pick another model")
         dtype = configuration.kv_dtype(config, checkpoint.float32)
         self.pages = Pages(shape.layers, shape.kv_heads, config.page_size, shape.head_dim, dtype)
         self._logits = torch.empty(0, device=self.device.torch_device)  # buffer, as large as the largest pack so far

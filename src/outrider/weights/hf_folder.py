@@ -38,6 +38,7 @@ TEXT_PREFIXES = {
     "language_model.lm_head.": "lm_head.",
 }
 
+OFFSET_NORMS = ("gemma", "qwen3_next", "qwen3_5")  # beginnings of the model types whose norm weights are stored minus 1
 # Defaults of transformers, which the text part of a Gemma 3 config leaves out.
 GEMMA3_DEFAULTS = {
     "vocab_size": 262_208,
@@ -72,7 +73,7 @@ def open_folder(path: Path) -> Checkpoint:
         tensors=tensors,
         tokenizer_source=path,
         generation=generation | {"bos_token_id": begin, "eos_token_id": listed_ids(end)},
-        norms_are_offset=str(config.get("model_type")).startswith("gemma"),
+        norms_are_offset=str(config.get("model_type")).startswith(OFFSET_NORMS),
         mappings=mappings,
     )
 
@@ -87,10 +88,13 @@ def normalize(original: dict[str, Any]) -> dict[str, Any]:
     config = dict(original)
     text = original.get("text_config")
     if isinstance(text, dict):
-        config = {"architectures": original.get("architectures"), **text}
+        shared: tuple[str, ...] = ("architectures", "tie_word_embeddings")
+        config = {**{key: original[key] for key in shared if key in original}, **text}
     if config.get("model_type") in ("gemma3", "gemma3_text"):
         config = GEMMA3_DEFAULTS | {key: value for key, value in config.items() if value is not None}
         config["model_type"] = "gemma3_text"
+    if config.get("model_type") in ("qwen3_5", "qwen3_5_moe"):
+        config["model_type"] += "_text"
     return config | classic_rope(config)
 
 

@@ -11,6 +11,15 @@ from .drafter_inputs import DRAFTER_INPUT_CASES
 from .layers import LAYER_CASES
 from .logits import LOGIT_CASES
 from .recording import RECORD_CASES
+from .recurrent import RECURRENT_CASES
 from .verification import VERIFY_CASES
 
-CASES: list[Case] = [*LAYER_CASES, *LOGIT_CASES, *ATTENTION_CASES, *DRAFTER_INPUT_CASES, *RECORD_CASES, *VERIFY_CASES]
+CASES: list[Case] = [
+    *LAYER_CASES,
+    *RECURRENT_CASES,
+    *LOGIT_CASES,
+    *ATTENTION_CASES,
+    *DRAFTER_INPUT_CASES,
+    *RECORD_CASES,
+    *VERIFY_CASES,
+]

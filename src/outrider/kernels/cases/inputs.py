@@ -144,7 +144,7 @@ def attention_weights(
     anchored: bool = False,
     soft_cap: float = 0.0,
 ) -> AttentionWeights:
-    """`options` names the optional weights that are present: norm, query_bias, ..., and rotary.
+    """`options` names the optional weights that are present: norm, query_bias, ..., gate and rotary.
 
     whole_norms: the norms of queries and keys are over all heads together.
     """
@@ -173,7 +173,8 @@ def attention_weights(
         soft_cap=soft_cap,
         cos=angles.cos() if rotary else None,
         sin=angles.sin() if rotary else None,
-        **_vectors(random, sizes, [option for option in options if option not in ("rotary", "whole_norms")]),
+        gate=random_weight(random, kind, query, shape.input_width) if "gate" in options else None,
+        **_vectors(random, sizes, [option for option in options if option in sizes]),
     )
 
 

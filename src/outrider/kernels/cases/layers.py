@@ -321,6 +321,8 @@ def _all() -> list[Case]:
         attend("post norm, bias", options=["post_norm", "output_bias"]),
         attend("q4_1", "q4_1", half, options=["post_norm"]),
         attend("q8_0", "q8_0", half),
+        attend("gate", options=["norm", "gate"]),
+        attend("gate, q8_0", "q8_0", half, options=["gate", "post_norm"]),
         attend("1 token, 1024 keys", "q8_0", half, [(1023, 1)], MODEL, timed=True),
         attend("1 token, 1024 keys, int8 pages", "q8_0", int8, [(1023, 1)], MODEL, timed=True),
         attend("16 tokens, 1024 keys", "q8_0", half, [(1008, 16)], MODEL, timed=True),

@@ -14,7 +14,6 @@ from .layers import attend as attend
 from .layers import attention_layer as attention_layer
 from .layers import copy_kv as copy_kv
 from .layers import embed as embed
-from .layers import layer_stack as layer_stack
 from .layers import linear as linear
 from .layers import lora_slots as lora_slots
 from .layers import matrix as matrix
@@ -26,13 +25,15 @@ from .layers import norm_linear as norm_linear
 from .layers import project_kv as project_kv
 from .layers import project_qkv as project_qkv
 from .layers import rms_norm as rms_norm
-from .layers import run_layers as run_layers
 from .layers import set_lora as set_lora
 from .layers import soft_cap as soft_cap
 from .layers import vector as vector
 from .lookup import ngram_drafts as ngram_drafts
 from .quantize import quantize_weight as quantize_weight
 from .recording import record as record
+from .recurrent import copy_inputs as copy_inputs
+from .recurrent import recurrent as recurrent
+from .recurrent import recurrent_layer as recurrent_layer
 from .runtime import Facts as Facts
 from .runtime import busy_seconds as busy_seconds
 from .runtime import facts as facts
@@ -48,3 +49,5 @@ from .sampling import top_logprobs as top_logprobs
 from .sampling import verify_exact as verify_exact
 from .sampling import verify_rejection as verify_rejection
 from .sampling import verify_synthetic as verify_synthetic
+from .stack import layer_stack as layer_stack
+from .stack import run_layers as run_layers

@@ -50,6 +50,7 @@ class Attention:
         cos: int = 0,
         sin: int = 0,
         rope_positions: int = 0,
+        gate: Matrix | None = None,
     ) -> None: ...
     def set_lora(self, query: LoraSlots, key: LoraSlots, value: LoraSlots, output: LoraSlots) -> None: ...
 
@@ -85,6 +86,31 @@ class Moe:
         router_bias: int = 0,
     ) -> None: ...
 
+class Recurrent:
+    def __init__(
+        self,
+        *,
+        channels: Matrix,
+        controls: Matrix,
+        gate: Matrix,
+        output: Matrix,
+        heads: int,
+        key_heads: int,
+        head_dim: int,
+        state_dim: int,
+        conv_size: int,
+        delta: bool,
+        eps: float,
+        out_eps: float,
+        norm: int = 0,
+        out_norm: int,
+        decay: int,
+        step_bias: int,
+        skip: int = 0,
+        conv: int,
+        conv_bias: int = 0,
+    ) -> None: ...
+
 class Batch:
     def __init__(
         self,
@@ -95,6 +121,7 @@ class Batch:
         page_tables: int,
         parents: int,
         adapters: int,
+        states: int,
         tokens: int,
         rows: int,
         table_width: int,
@@ -117,8 +144,15 @@ class Pages:
         head_dim: int,
     ) -> None: ...
 
+class States:
+    def __init__(
+        self, *, states: int, inputs: int, lengths: int, slots: int, lines: int, size: int, width: int
+    ) -> None: ...
+
 class LayerStack:
-    def __init__(self, attentions: list[Attention], mlps: list[Mlp | Moe], pages: list[Pages], /) -> None: ...
+    def __init__(
+        self, mixers: list[Attention | Recurrent], mlps: list[Mlp | Moe], storages: list[Pages | States], /
+    ) -> None: ...
 
 class SamplingMetadata:
     def __init__(
@@ -185,6 +219,8 @@ def soft_cap(x: int, cap: float, rows: int, width: int, /) -> None: ...
 def norm_linear(matrix: Matrix, x: int, weight: int, eps: float, tokens: int, out: int, /) -> None: ...
 def mlp(layer: Mlp, x: int, tokens: int, adapters: int, /) -> None: ...
 def moe(layer: Moe, x: int, tokens: int, /) -> None: ...
+def recurrent(layer: Recurrent, x: int, batch: Batch, states: States) -> None: ...
+def copy_inputs(layers: list[States], sources: int, targets: int, count: int) -> None: ...
 def project_qkv(layer: Attention, x: int, batch: Batch, pages: Pages, q: int, /) -> None: ...
 def project_kv(layer: Attention, x: int, batch: Batch, pages: Pages, /) -> None: ...
 def attend(layer: Attention, q: int, batch: Batch, pages: Pages, x: int, /) -> None: ...

@@ -50,13 +50,6 @@ class MoeLayer:
     alive: tuple[object, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Stack:
-    native: _native.LayerStack
-    width: int  # E
-    alive: tuple[object, ...]
-
-
 def vector(values: Tensor) -> Tensor:
     return values
 
@@ -124,6 +117,7 @@ def attention_layer(weights: AttentionWeights, fast_activations: bool = False) -
         eps=weights.eps,
         **_addresses(vectors),
         rope_positions=0 if cos is None else cos.numel() * 2 // weights.head_dim,
+        gate=None if weights.gate is None else matrix(weights.gate, fast_activations),
     )
     if weights.lora is not None:
         native.set_lora(weights.lora.query, weights.lora.key, weights.lora.value, weights.lora.output)
@@ -254,22 +248,6 @@ def moe(x: Tensor, layer: MoeLayer) -> None:
     _native.moe(layer.native, floats(x, x.shape[0], layer.width), x.shape[0])
 
 
-def layer_stack(layers: Sequence[tuple[AttentionLayer, MlpLayer | MoeLayer]], pages: Sequence[LayerPages]) -> Stack:
-    stack_pages = [pages_of(attention, layer_pages) for (attention, _), layer_pages in zip(layers, pages, strict=True)]
-    attentions, mlps = [attention.native for attention, _ in layers], [mlp.native for _, mlp in layers]
-    widths = {layer.width for pair in layers for layer in pair} | {attention.input_width for attention, _ in layers}
-    if len(widths) > 1:
-        raise ValueError(f"the layers of a stack have different widths: {sorted(widths)}")
-    return Stack(
-        _native.LayerStack(attentions, mlps, stack_pages), max(widths, default=0), (tuple(layers), tuple(pages))
-    )
-
-
-def run_layers(x: Tensor, layer_stack: Stack, batch: Batch) -> None:
-    native_batch = _batch(batch)
-    _native.run_layers(layer_stack.native, floats(x, native_batch.tokens, layer_stack.width), native_batch)
-
-
 def copy_kv(pages: Sequence[LayerPages], sources: Tensor, targets: Tensor) -> None:
     count = sources.shape[0]
     all_pages = [native_pages(layer) for layer in pages]
@@ -341,6 +319,7 @@ def _batch(batch: Batch) -> _native.Batch:
             page_tables=integers(batch.page_tables),
             parents=0 if batch.parents is None else integers(batch.parents, tokens),
             adapters=0 if batch.adapters is None else integers(batch.adapters, tokens),
+            states=0 if batch.states is None else integers(batch.states, rows, 3),
             tokens=tokens,
             rows=rows,
             table_width=table_width,

@@ -33,6 +33,9 @@ from .paged_attention import copy_kv as copy_kv
 from .pointwise import embed as embed
 from .pointwise import rms_norm as rms_norm
 from .pointwise import soft_cap as soft_cap
+from .recurrent import copy_inputs as copy_inputs
+from .recurrent import recurrent as recurrent
+from .recurrent import recurrent_layer as recurrent_layer
 from .rejection import verify_rejection as verify_rejection
 from .sampling import mask_logits as mask_logits
 from .sampling import process_logits as process_logits

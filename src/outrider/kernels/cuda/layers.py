@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..recurrence import LayerStates
 from ..structures import Activation, AttentionWeights, Batch, LayerPages, MlpWeights
 from .device import DEVICE, on_device
 from .lora import LoraSlots, add_lora
@@ -16,6 +17,7 @@ from .matrices import Matrix, matrix, pack, rows
 from .moe import MoeLayer, moe
 from .paged_attention import Heads, paged_attention
 from .pointwise import add_normed, norm_columns, rms_norm
+from .recurrent import RecurrentLayer, recurrent
 from .rope import RopeWeights, rotate_and_store
 
 # Up to this many tokens beyond one per row, one kernel applies rope, stores KV and attends: each tile rotates all new
@@ -39,6 +41,7 @@ class AttentionLayer:
     output_bias: Tensor | None  # [E] f32
     qkv_lora: tuple[LoraSlots, ...] = ()  # of queries, keys and values; empty: adapters are off
     output_lora: tuple[LoraSlots, ...] = ()
+    gate: Matrix | None = None  # [H * D, E]
 
 
 def attention_layer(weights: AttentionWeights, batch_invariant: bool = False) -> AttentionLayer:
@@ -83,6 +86,7 @@ def attention_layer(weights: AttentionWeights, batch_invariant: bool = False) ->
         output_bias=on_device(weights.output_bias),
         qkv_lora=() if weights.lora is None else (weights.lora.query, weights.lora.key, weights.lora.value),
         output_lora=() if weights.lora is None else (weights.lora.output,),
+        gate=None if weights.gate is None else matrix(weights.gate, batch_invariant=batch_invariant),
     )
 
 
@@ -137,6 +141,9 @@ def _fusable(layer: AttentionLayer, batch: Batch) -> bool:
 
 
 def _add_output(mixed: Tensor, layer: AttentionLayer, batch: Batch, x: Tensor) -> None:
+    if layer.gate is not None:
+        gate = matmul(x, layer.gate, norm=layer.norm, eps=layer.eps)  # [T, H * D]
+        mixed = (mixed * torch.sigmoid(gate)).to(mixed.dtype)
     _add_back(mixed, layer.output, layer.output_bias, layer.output_lora, batch.adapters, layer.post_norm, layer.eps, x)
 
 
@@ -221,21 +228,28 @@ def mlp(x: Tensor, layer: MlpLayer, adapters: Tensor | None = None) -> None:
     _add_back(inner, layer.down, layer.down_bias, layer.down_lora, adapters, layer.post_norm, layer.eps, x)
 
 
-StackedLayer = tuple[AttentionLayer, MlpLayer | MoeLayer, LayerPages]
+StackedLayer = tuple[AttentionLayer | RecurrentLayer, MlpLayer | MoeLayer, LayerPages | LayerStates]
 
 
 def layer_stack(
-    layers: Sequence[tuple[AttentionLayer, MlpLayer | MoeLayer]], pages: Sequence[LayerPages]
+    layers: Sequence[tuple[AttentionLayer | RecurrentLayer, MlpLayer | MoeLayer]],
+    pages: Sequence[LayerPages | LayerStates],
 ) -> list[StackedLayer]:
-    widths = {width for layer, _ in layers for width in (layer.qkv.shape[1], layer.output.shape[0])}
+    widths = {layer.output.shape[0] for layer, _ in layers}
+    widths |= {(layer.qkv if isinstance(layer, AttentionLayer) else layer.gate).shape[1] for layer, _ in layers}
     if len(widths) > 1:
         raise ValueError(f"the layers of a stack have different widths: {sorted(widths)}")
     return [(layer, perceptron, kept) for (layer, perceptron), kept in zip(layers, pages, strict=True)]
 
 
 def run_layers(x: Tensor, layer_stack: list[StackedLayer], batch: Batch) -> None:
-    for layer, perceptron, pages in layer_stack:
-        attention(x, layer, batch, pages)
+    for layer, perceptron, kept in layer_stack:
+        if isinstance(layer, RecurrentLayer):
+            assert isinstance(kept, LayerStates)
+            recurrent(x, layer, batch, kept)
+        else:
+            assert isinstance(kept, LayerPages)
+            attention(x, layer, batch, kept)
         if isinstance(perceptron, MoeLayer):
             moe(x, perceptron)
         else:

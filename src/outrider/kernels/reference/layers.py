@@ -22,6 +22,7 @@ class AttentionLayer:
     key: Tensor
     value: Tensor
     output: Tensor
+    gate: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,6 @@ class LoraSlots:
     pairs: list[tuple[Tensor, Tensor] | None]  # [R, K] and [N, R] of each slot; None: empty
 
 
-StackedLayer = tuple[AttentionLayer, MlpLayer | MoeLayer, LayerPages]
 NO_LORA = AttentionLora(None, None, None, None)
 NO_MLP_LORA = MlpLora(None, None, None)
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of the activation `swiglu_oai`
@@ -60,9 +60,9 @@ def matrix(weight: Weight) -> Tensor:
 
 
 def attention_layer(weights: AttentionWeights) -> AttentionLayer:
-    return AttentionLayer(
-        weights, matrix(weights.query), matrix(weights.key), matrix(weights.value), matrix(weights.output)
-    )
+    query, key, value, output = map(matrix, (weights.query, weights.key, weights.value, weights.output))
+    gate = None if weights.gate is None else matrix(weights.gate)
+    return AttentionLayer(weights, query, key, value, output, gate)
 
 
 def mlp_layer(weights: MlpWeights) -> MlpLayer:
@@ -99,7 +99,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def linear(x: Tensor, matrix: Tensor) -> Tensor:
-    return _row_by_row(x, lambda row: row @ matrix.T)
+    return row_by_row(x, lambda row: row @ matrix.T)
 
 
 def norm_linear(x: Tensor, weight: Tensor, eps: float, matrix: Tensor, out: Tensor | None = None) -> Tensor:
@@ -108,12 +108,12 @@ def norm_linear(x: Tensor, weight: Tensor, eps: float, matrix: Tensor, out: Tens
 
 
 def soft_cap(x: Tensor, cap: float) -> None:
-    x.copy_(_row_by_row(x, lambda row: cap * torch.tanh(row / cap)))
+    x.copy_(row_by_row(x, lambda row: cap * torch.tanh(row / cap)))
 
 
 def project_qkv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> Tensor:
     weights = layer.weights
-    states = _optional_norm(x, weights.norm, weights.eps)  # [T, E]
+    states = optional_norm(x, weights.norm, weights.eps)  # [T, E]
     lora = weights.lora or NO_LORA
     queries = _heads(states, layer.query, weights.query_bias, weights, lora.query, batch.adapters)  # [T, H, D]
     queries = _rotate(_head_norm(queries, weights.query_norm, weights), weights, batch.positions)
@@ -151,15 +151,18 @@ def attend(q: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages, x:
         else:
             probs = torch.softmax(scores, -1)
         mixed[token] = (probs @ values).flatten()  # 0 if no key is visible
+    if layer.gate is not None:
+        gate = linear(optional_norm(x[:count], weights.norm, weights.eps), layer.gate)
+        mixed *= row_by_row(gate, torch.sigmoid)
     lora = weights.lora or NO_LORA
     out = _affine(mixed, layer.output, weights.output_bias, lora.output, batch.adapters)  # [T, E]
-    x[:count] += _optional_norm(out, weights.post_norm, weights.eps)
+    x[:count] += optional_norm(out, weights.post_norm, weights.eps)
 
 
 def mlp(x: Tensor, layer: MlpLayer, adapters: Tensor | None = None) -> None:
     weights = layer.weights
-    out = _gated(_optional_norm(x, weights.norm, weights.eps), layer, adapters)  # [T, E]
-    x += _optional_norm(out, weights.post_norm, weights.eps)
+    out = _gated(optional_norm(x, weights.norm, weights.eps), layer, adapters)  # [T, E]
+    x += optional_norm(out, weights.post_norm, weights.eps)
 
 
 def _gated(states: Tensor, layer: MlpLayer, adapters: Tensor | None = None) -> Tensor:
@@ -169,20 +172,20 @@ def _gated(states: Tensor, layer: MlpLayer, adapters: Tensor | None = None) -> T
     up = _affine(states, layer.up, weights.up_bias, lora.up, adapters)
     if weights.activation == "swiglu_oai":
         gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1
-    active = _row_by_row(gate, GATES[weights.activation])
+    active = row_by_row(gate, GATES[weights.activation])
     return _affine(active * up, layer.down, weights.down_bias, lora.down, adapters)  # [T, E]
 
 
 def moe(x: Tensor, layer: MoeLayer) -> None:
     weights = layer.weights
-    states = _optional_norm(x, weights.norm, weights.eps)  # [T, E]
+    states = optional_norm(x, weights.norm, weights.eps)  # [T, E]
     out = torch.zeros_like(x)
     for row, total in zip(torch.split(states, 1), torch.split(out, 1), strict=True):  # [1, E]
         for expert, score in route(row, weights):
             total += score * _gated(row, layer.experts[expert])
         if layer.shared is not None and weights.shared_gate is not None:
             total += torch.sigmoid(linear(row, weights.shared_gate[None])) * _gated(row, layer.shared)
-    x += _optional_norm(out, weights.post_norm, weights.eps)
+    x += optional_norm(out, weights.post_norm, weights.eps)
 
 
 def route(state: Tensor, weights: MoeWeights) -> list[tuple[int, float]]:
@@ -195,33 +198,12 @@ def route(state: Tensor, weights: MoeWeights) -> list[tuple[int, float]]:
     return list(zip(chosen.tolist(), scores.tolist(), strict=True))
 
 
-def layer_stack(
-    layers: Sequence[tuple[AttentionLayer, MlpLayer | MoeLayer]], pages: Sequence[LayerPages]
-) -> list[StackedLayer]:
-    widths = {
-        matrix.shape[side] for attention, _ in layers for matrix, side in ((attention.query, 1), (attention.output, 0))
-    }
-    if len(widths) > 1:
-        raise ValueError(f"the layers of a stack have different widths: {sorted(widths)}")
-    return [(attention, mlp, kept) for (attention, mlp), kept in zip(layers, pages, strict=True)]
-
-
-def run_layers(x: Tensor, layer_stack: list[StackedLayer], batch: Batch) -> None:
-    for attention, perceptron, pages in layer_stack:
-        queries = project_qkv(x, attention, batch, pages)  # [T, H * D]
-        attend(queries, attention, batch, pages, x)
-        if isinstance(perceptron, MoeLayer):
-            moe(x, perceptron)
-        else:
-            mlp(x, perceptron, batch.adapters)
-
-
-def _row_by_row(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+def row_by_row(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply `run` to one row [1, ...] at a time."""
     return torch.cat([run(row) for row in torch.split(x, 1)])
 
 
-def _optional_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+def optional_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return x if weight is None else rms_norm(x, weight, eps)
 
 
@@ -230,8 +212,8 @@ def _head_norm(heads: Tensor, weight: Tensor | None, weights: AttentionWeights) 
     if weight is None:
         return heads
     if weights.whole_norms:
-        return _row_by_row(heads.flatten(1), lambda row: rms_norm(row, weight, weights.eps)).view(heads.shape)
-    return _row_by_row(heads, lambda row: rms_norm(row, weight, weights.eps))
+        return row_by_row(heads.flatten(1), lambda row: rms_norm(row, weight, weights.eps)).view(heads.shape)
+    return row_by_row(heads, lambda row: rms_norm(row, weight, weights.eps))
 
 
 def _affine(

@@ -93,6 +93,8 @@ def _head_kind(source: str) -> str | None:
 def _network(options: Options, target: Target, checkpoint: Checkpoint) -> DraftModel:
     _refuse_multimodal(checkpoint.config)
     model = build_model(checkpoint, target.ops, options.quantize or target.quantize, target.max_context)
+    if model.config.recurrent is not None:
+        raise UserError("it has recurrent layers, which draft models must not have: pick a model with attention alone")
     mask = _mask(options, checkpoint.config, model.config.vocabulary)
     translation = _translation(options, target, checkpoint, model, mask)
     return DraftModel(model, translation, target, min(target.max_context, model.config.context), mask is not None)
