@@ -38,8 +38,13 @@ SPLITS = {
     "smollm": pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     ),
-    **{name: split_by(GGUF_PRE_TOKENIZER_SPLITS[name]) for name in ("llama-bpe", "smaug-bpe", "qwen2", "tekken")},
+    "olmo": pre_tokenizers.ByteLevel(add_prefix_space=False),
+    **{
+        name: split_by(GGUF_PRE_TOKENIZER_SPLITS[name])
+        for name in ("llama-bpe", "smaug-bpe", "dbrx", "qwen2", "tekken", "gpt-4o")
+    },
 }
+MERGED = ("gpt-2", "smollm", "olmo", "dbrx", "gpt-4o")  # a word that is a token is merged nevertheless
 
 
 @cache
@@ -83,7 +88,7 @@ def reference(name: str) -> Any:
         made = Qwen2Tokenizer(vocab=model["vocab"], merges=merges)
         made.add_special_tokens({"additional_special_tokens": SPECIAL})
         return made
-    whole_words = name not in ("gpt-2", "smollm")
+    whole_words = name not in MERGED
     backend = Backend(models.BPE(model["vocab"], merges, ignore_merges=whole_words))
     backend.pre_tokenizer = SPLITS[name]
     backend.decoder = decoders.ByteLevel()
@@ -101,6 +106,16 @@ def test_byte_level_equals_transformers(name: str) -> None:
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True), text
         if name != "qwen2":  # which composes letters first
             assert ours.decode(ids, skip_special=False) == text
+
+
+def test_gguf_files_of_gpt_oss_end_texts_at_return_and_call() -> None:
+    plain = byte_level("gpt-4o")
+    tokens = [*plain["tokenizer.ggml.tokens"], "<|return|>", "<|call|>", "<|end|>"]
+    types = [*plain["tokenizer.ggml.token_type"], 3, 3, 3]
+    found = Tokenizer.open(plain | {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types})
+    assert {len(tokens) - 3, len(tokens) - 2} <= found.end_ids
+    assert len(tokens) - 1 not in found.end_ids
+    assert Tokenizer.open(plain).end_ids == found.end_ids - {len(tokens) - 3, len(tokens) - 2}
 
 
 PIECES = [

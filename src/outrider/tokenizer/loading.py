@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from .library import check_character_map, check_pipeline, refused_as
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # token types of GGUF; the others never come from text
 SPACE = "\u2581"  # a space in SentencePiece vocabularies
+HARMONY_ENDS = ("<|return|>", "<|call|>")  # of gpt-oss, whose GGUF files name the first alone
 MAX_TOKEN = 2**12  # characters; deriving merges takes quadratic time, and real vocabularies have up to 512
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -28,7 +29,6 @@ _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _GAPS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
 
 
 @dataclass(frozen=True)
@@ -117,11 +117,18 @@ class Splitting:
     adds_bos: bool = False  # the default if the file does not say
 
 
+def _cased(ending: str = "") -> str:
+    """Return the pattern of words in which upper case comes before lower case, with an ending."""
+    first = r"[^\r\n\p{L}\p{N}]?"
+    return f"{first}{_UPPER}*{_LOWER}+{ending}|{first}{_UPPER}+{_LOWER}*{ending}"
+
+
 _GPT2 = Splitting()
 _DIGITS = Splitting(digits=True)
 _LLAMA3 = Splitting(f"{_CONTRACTIONS}|{_WORD}|\\p{{N}}{{1,3}}|{_SIGNS}|{_GAPS}", whole_words=True, adds_bos=True)
 _QWEN2 = Splitting(f"{_CONTRACTIONS}|{_WORD}|\\p{{N}}|{_SIGNS}|{_GAPS}", normal_form=True)
-_TEKKEN = Splitting(f"{_CASED}|\\p{{N}}| ?[^\\s\\p{{L}}\\p{{N}}]+[\\r\\n/]*|{_GAPS}", whole_words=True, adds_bos=True)
+_TEKKEN = Splitting(f"{_cased()}|\\p{{N}}| ?[^\\s\\p{{L}}\\p{{N}}]+[\\r\\n/]*|{_GAPS}", whole_words=True, adds_bos=True)
+_GPT4O = Splitting(rf"{_cased(_CONTRACTIONS + '?')}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_GAPS}")
 
 SPLITTINGS = {
     "gpt-2": _GPT2,
@@ -134,6 +141,9 @@ SPLITTINGS = {
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "smaug-bpe": _LLAMA3,
+    "dbrx": replace(_LLAMA3, whole_words=False, adds_bos=False),  # OLMo 2, Phi-4
+    "olmo": _GPT2,
+    "gpt-4o": _GPT4O,  # gpt-oss
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "tekken": _TEKKEN,
@@ -203,10 +213,12 @@ def read_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
         check_pipeline(backend)
     bos, eos = fields.token("bos"), fields.token("eos")
     template = metadata.get("tokenizer.chat_template")
+    control_texts = fields.of_type(CONTROL)
     ends = [
         fields.text("eot"),
         fields.text("eom"),
-        "<|endoftext|>" if "<|endoftext|>" in fields.of_type(CONTROL) else None,
+        "<|endoftext|>" if "<|endoftext|>" in control_texts else None,
+        *(HARMONY_ENDS if set(HARMONY_ENDS) <= set(control_texts) else ()),
     ]
     return TokenizerParts(
         backend=backend,
