@@ -73,12 +73,12 @@ class Engine:
         dtype = configuration.kv_dtype(config, checkpoint.float32 and config.quantize is None)
         check_kv_dtype(backend, dtype)
         progress(0, 2, "warming up")
-        self.spec_manager = self._make_spec_manager(config, speculation, dtype)
+        graphs = Graphs(self.device, "NONE" if config.enforce_eager else config.cudagraph_mode)
+        self.spec_manager = self._make_spec_manager(config, speculation, dtype, graphs)
         shape = self.model.config
         states = self._state_shape(config)
         pages = Pages(shape.layers, shape.kv_heads, config.page_size, shape.head_dim, dtype, recurrent=states)
         storages = [pages, *self.spec_manager.target.storages]
-        graphs = Graphs(self.device, "NONE" if config.enforce_eager else config.cudagraph_mode)
         self.resolved = self._resolve(config, backend, dtype, storages)
         log.info("key/value cache: %s", self.resolved.kv_memory)
         if states is not None and self.resolved.prefix_cache:
@@ -253,7 +253,9 @@ class Engine:
 
     # ---- start-up ----
 
-    def _make_spec_manager(self, config: EngineConfig, speculation: SpeculationPlan, dtype: str) -> SpeculationManager:
+    def _make_spec_manager(
+        self, config: EngineConfig, speculation: SpeculationPlan, dtype: str, graphs: Graphs
+    ) -> SpeculationManager:
         target = Target(
             model=self.model,
             tokenizer=self.tokenizer,
@@ -268,6 +270,7 @@ class Engine:
             can_suspend=speculation.adaptive and self.device.defaults.decode_steps == 1,
             quantize=config.quantize,
             source=str(config.model),
+            graphs=None if speculation.eager else graphs,
         )
         return SpeculationManager(speculation, target)
 

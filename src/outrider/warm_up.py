@@ -22,6 +22,8 @@ from .kernels.compilations import COMPILATIONS
 from .multi_step.planner import run_widths
 from .request import Request, Row, Step
 from .runner import Runner
+from .speculation.combined import CombinedDrafter
+from .speculation.interface import Proposer
 from .types import Draft, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ class WarmUp:
         try:
             self._capture_runs()
             self._capture_steps()
+            self._capture_passes()
             self._sample()
             self._read_prompts()
         except torch.OutOfMemoryError:
@@ -110,6 +113,13 @@ class WarmUp:
             tokens = min(2 * MAX_TOKENS + 16, self.resolved.max_step_tokens)
             for pages, adapted in product(self.pages, self.adapted):
                 self.runner.run_padding(Shape(tokens, rows, pages, has_adapters=adapted))
+
+    def _capture_passes(self) -> None:
+        """Capture the drafter's passes in steps with the host: over prompts, and over trees."""
+        plan, shapes = self.spec_manager.plan, [shape for shape in self._step_shapes() if not shape.has_adapters]
+        for drafter in drafters_of(self.spec_manager.methods[plan.method]) if plan.method and not plan.eager else ():
+            if shapes and hasattr(drafter, "capture_passes"):
+                drafter.capture_passes([shape for shape in shapes if self.graphs.mixed or shape.is_tree])
 
     def _step_shapes(self) -> Iterator[Shape]:
         methods = self.spec_manager.methods.values()
@@ -165,6 +175,11 @@ class WarmUp:
         """Return pages for `length` tokens; none if there are too few."""
         count = -(-length // self.resolved.page_size)
         return list(range(count)) if count <= self.resolved.pages else []
+
+
+def drafters_of(proposer: Proposer) -> list[Proposer]:
+    """Return the members of combined drafters, else the drafter itself."""
+    return [member for _, member in proposer.members] if isinstance(proposer, CombinedDrafter) else [proposer]
 
 
 def sampling_kinds() -> Iterator[SamplingParams]:

@@ -26,6 +26,8 @@ from laws.test_variants import VARIANTS
 from outrider import LLM, SamplingParams
 from outrider.multi_step.loop import RunBuffers
 from outrider.speculation.drafters.chain_builder import StateChains
+from outrider.speculation.drafters.pass_graphs import PassGraphs
+from outrider.warm_up import drafters_of
 
 LARGE = 1 << 30  # an index that no tensor has
 PROMPTS = [PROMPT[:12], PROMPT[:5], PROMPT[3:12], PROMPT[7:], PROMPT[:1]]
@@ -38,6 +40,7 @@ PARAMS = [
 ]
 HEADS = ("eagle", "eagle3", "peagle", "mtp", "dflash", "dspark", "medusa", "draft_model")
 TREES = {"tree": "eagle3", "block tree": "dspark"}
+COMBINED = "combined drafters"
 DRAWN = {"verify": "rejection", "draft": "probabilistic"}
 
 
@@ -48,6 +51,9 @@ def speculate(name: str, folder: Path) -> str:
     options: dict[str, Any] = {"width": 2}
     if name == "modules":
         name, options = VARIANTS["a module for each token"](folder)
+    elif name == COMBINED:
+        head = {f"eagle3.{key}": value for key, value in tiny_heads.make("eagle3", folder).items()}
+        name, options = "ngram+eagle3", {**head, "eagle3.width": 3}
     elif name in TREES:
         name, options = TREES[name], {**tiny_heads.make(TREES[name], folder), "width": 5, "branches": 2}
     elif name == "rejection":
@@ -182,6 +188,12 @@ def poison_results(buffers: RunBuffers, kind: str) -> None:
             spoil(tensor)
 
 
+def all_passes(llm: LLM) -> list[PassGraphs]:
+    """Return what runs the passes of all drafters in steps with the host."""
+    drafters = [each for proposer in llm.engine.spec_manager.methods.values() for each in drafters_of(proposer)]
+    return [value for drafter in drafters for value in vars(drafter).values() if isinstance(value, PassGraphs)]
+
+
 def poisoned(llm: LLM) -> LLM:
     """Poison every buffer that a captured graph reads before each step, multi-step run or decode step fills it."""
     runner, multi_step = llm.engine.runner, llm.engine.runner.multi_step
@@ -190,6 +202,11 @@ def poisoned(llm: LLM) -> LLM:
     def gather_anew(rows):  # type: ignore[no-untyped-def]
         for tensor in [inputs.tensor for inputs, _ in runner.batches.values()] + list(runner.graph_outputs.values()):
             spoil(tensor)
+        for passes in all_passes(llm):
+            for buffers in passes.buffers.values():
+                spoil(buffers.inputs.tensor)
+            for tensor in [*passes.features.values(), *passes.states.values()]:
+                spoil(tensor)
         return gather(rows)
 
     def fill_anew(buffers, rows):  # type: ignore[no-untyped-def]
@@ -197,7 +214,11 @@ def poisoned(llm: LLM) -> LLM:
         fill(buffers, rows)
 
     def run_anew(key, part):  # type: ignore[no-untyped-def]
-        if key[0] != "forward":  # a part of a decode step
+        if key[0] == "pass":
+            for passes in all_passes(llm):
+                for tensor in passes.states.values():
+                    spoil(tensor)
+        elif key[0] != "forward":  # a part of a decode step
             poison_results(multi_step.buffers[key[1:]], key[0])
         return run(key, part)
 
@@ -230,7 +251,8 @@ def check_steps(stage: Stage, method: str, llm: LLM) -> None:
         assert {key[1] for key in captured(llm, kind)} >= {8, 4}, kind
     shapes = [shape for (shape,) in captured(llm, "forward")]
     assert {shape.rows for shape in shapes} >= {16, 4}  # five rows, and three
-    assert any(shape.is_tree for shape in shapes) == (method in TREES)
+    assert any(shape.is_tree for shape in shapes) == (method in (*TREES, COMBINED))
+    assert captured(llm, "pass") or method not in (*TREES, COMBINED)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +260,7 @@ def check_steps(stage: Stage, method: str, llm: LLM) -> None:
     [
         ("none", "FULL"),
         ("none", "FULL_DECODE_ONLY"),
-        *[(name, "FULL") for name in ("ngram", *TREES, *HEADS, "rejection")],
+        *[(name, "FULL") for name in ("ngram", *TREES, COMBINED, *HEADS, "rejection")],
     ],
 )
 def test_steps_of_the_host_read_nothing_stale(stage: Stage, method: str, mode: str) -> None:
@@ -258,7 +280,7 @@ def test_an_eager_drafter_is_not_captured(stage: Stage) -> None:
     options = {**settings(stage.backend), "decode_steps": 2, "prefix_cache": False}
     llm = LLM(stage.model, speculate=given, **options)
     assert answers(llm, PARAMS) == stage.expected("eagle3")
-    assert captured(llm, "target") and not captured(llm, "extend") and not captured(llm, "decode")
+    assert captured(llm, "target") and not any(captured(llm, kind) for kind in ("extend", "decode", "pass"))
 
 
 # ---- the laws can be broken ----

@@ -15,7 +15,8 @@ from outrider import LLM, SamplingParams
 from outrider.device import DeviceDefaults
 from outrider.device.cuda import Cuda
 from outrider.device.graphs import MAX_TOKENS, padded_pages, padded_rows, padded_tokens, pages_sizes, step_sizes
-from outrider.warm_up import LateWork
+from outrider.speculation.drafters.pass_graphs import PassGraphs
+from outrider.warm_up import LateWork, drafters_of
 
 BASE = SamplingParams(temperature=0.0, ignore_eos=True)
 KINDS = {
@@ -27,7 +28,7 @@ KINDS = {
     "least length": {"min_tokens": 3},
     "log-probabilities": {"logprobs": 3, "prompt_logprobs": 2},
 }
-METHODS = ("none", "ngram", "eagle3", "dspark")
+METHODS = ("none", "ngram", "eagle3", "dspark", "tree", "combined")
 
 
 class WarmDevice(FakeDevice):
@@ -40,7 +41,14 @@ def start(request: pytest.FixtureRequest, tiny_folder, tmp_path_factory) -> Iter
 
     def make(method: str, adaptive: str = "no", **options: object) -> LLM:
         given = method
-        if method not in ("none", "ngram"):
+        if method == "combined":
+            head = tiny_heads.make("eagle3", tmp_path_factory.mktemp("head"))
+            chosen = {f"eagle3.{key}": value for key, value in head.items()}
+            given = with_options("ngram+eagle3", **{"adaptive": adaptive, "eagle3.width": 2, **chosen})
+        elif method == "tree":
+            head = tiny_heads.make("eagle3", tmp_path_factory.mktemp("head"))
+            given = with_options("eagle3", **{"width": 5, "branches": 2, "adaptive": adaptive, **head})
+        elif method not in ("none", "ngram"):
             head = tiny_heads.make(method, tmp_path_factory.mktemp("head"))
             given = with_options(method, **{"width": 2, "adaptive": adaptive, **head})
         chosen = {**settings(request.param), "max_requests": 8, "decode_steps": 16, "prefix_cache": False, **options}
@@ -74,6 +82,29 @@ def test_no_request_waits_for_a_capture(start, method: str) -> None:
     texts = mix(llm, (1, 3, 8), (11, 5))
     assert llm.engine.late_work.read() == LateWork()
     assert texts == mix(start(method, cudagraph_mode="NONE"), (1, 3, 8), (11, 5))
+
+
+@pytest.mark.parametrize("method", ["eagle3", "dspark", "tree", "combined"])
+def test_prompts_and_trees_of_drafters_run_by_graphs(start, method: str) -> None:
+    llm = start(method)
+    device = llm.engine.device
+    if not isinstance(device, FakeDevice):
+        pytest.skip("only the fake device tells a replay")
+    replayed: list[bool] = []
+
+    def watched(run):  # type: ignore[no-untyped-def]
+        def watch(*arguments):  # type: ignore[no-untyped-def]
+            replayed.append(device.replaying)
+            return run(*arguments)
+
+        return watch
+
+    for drafter in drafters_of(llm.engine.spec_manager.methods[llm.engine.spec_manager.plan.method]):
+        for passes in vars(drafter).values():
+            if isinstance(passes, PassGraphs):
+                passes._run = watched(passes._run)
+    mix(llm, (1, 3), (11, 5))  # prompts of at most MAX_TOKENS
+    assert replayed and all(replayed)
 
 
 @pytest.mark.parametrize("adaptive", ["no", "yes"])

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..cache.pages import Pages
 from ..device import Device
+from ..device.graphs import Graphs
 from ..errors import UserError
 from ..kernels import Kernels
 from ..models import Model
@@ -195,6 +196,7 @@ class Target:
     can_suspend: bool = False  # drafters that do not pay are not called, and catch up with the text later
     quantize: str | None = None
     source: str = ""  # name or path of the model
+    graphs: Graphs | None = None  # CUDA graphs of the engine; None: drafters run without
     storages: list[Pages] = field(default_factory=list)
 
     def storage(self, layers: int, kv_heads: int, head_dim: int, dtype: str, states: int = 0) -> Pages:

@@ -25,6 +25,7 @@ from .chain_builder import BoundDrafter, CallChains, ChainBuilder, StateChains
 from .draft_sampler import DraftSampler
 from .kv_tracker import KvTracker, TrackedKv
 from .network import HeadOptions, Network, RequestPlan, open_network
+from .pass_graphs import PassGraphs
 from .recorded import RecordedChain, least_path
 from .tree_builder import Node, Tree, TreeBuilder, fixed_shape
 
@@ -67,6 +68,7 @@ class Autoregressive:
         self.network, self.ops, self.device = network, target.ops, target.device
         self.page_size, self.vocabulary = target.page_size, target.model.config.vocabulary
         self.sampler = DraftSampler(target)
+        self.passes = PassGraphs(network.run, target)
         self.trees: TreeDecoder | None = None
         if branches > 1:
             if network.parallel:
@@ -74,7 +76,8 @@ class Autoregressive:
                     f"`branches` is {branches}, but this drafter predicts all tokens in one pass, "
                     "independently of each other: leave out `branches`"
                 )
-            self.trees = TreeDecoder(network, target, width, branches, max_depth or min(width, DEFAULT_DEPTH))
+            depth = max_depth or min(width, DEFAULT_DEPTH)
+            self.trees = TreeDecoder(network, target, self.passes, width, branches, depth)
         elif max_depth is not None:
             width = min(width, max_depth)
         self.width = width
@@ -94,6 +97,7 @@ class Autoregressive:
         )
         self.kv = KvTracker(target.page_size, target.can_suspend and suspendable)
         self._first = 1 if network.features else 0  # no state comes before the first token
+        self._floats: int | None = None  # of its input features
         self._ids: Tensor | None = None  # network.ids as int32
         self._ranges: dict[int, Tensor] = {}  # by length: 0, 1, 2, ...; kept, as CUDA graphs read them
         self._recordings = Recordings(self.ops, network.pages)
@@ -148,7 +152,8 @@ class Autoregressive:
 
     def extend(self, inputs: FirstPass) -> Tensor:
         """Read the text; return the states that drafts are sampled from, by depth."""
-        states = self.network.run(inputs.batch, inputs.features)  # [T, S]
+        states = self.passes.run(inputs.batch, inputs.features)  # [T, S]
+        assert states is not None
         return states if inputs.samples is None else torch.index_select(states, 0, inputs.samples)
 
     def decode(self, chains: ChainBuilder, states: Tensor, newest: Tensor, positions: Tensor, tables: Tensor) -> None:
@@ -313,10 +318,31 @@ class Autoregressive:
             for first, plan in zip(firsts, drafting, strict=True)
             if plan.width > depth
         ]
-        batch, (chosen, entry_indices) = builder.upload(self.device, samples, entries)
+        batch, (chosen, entry_indices), captured = self.passes.upload(builder, self._input_floats(), samples, entries)
         features = None if hidden is None else self._call_features(plans, hidden, entry_indices, len(builder.tokens))
-        in_order = samples == list(range(len(builder.tokens)))
+        in_order = not captured and samples == list(range(len(builder.tokens)))
         return FirstPass(batch, features, None if in_order else chosen)
+
+    def _input_floats(self) -> int:
+        """Return the floats of the network's input features, if passes are captured; 0 without features."""
+        if self._floats is None:
+            network = self.network
+            zeros = self.device.zeros((1, network.features), torch.float32)
+            self._floats = network.project_features(zeros).shape[1] if network.features and self.passes.enabled else 0
+        return self._floats
+
+    def capture_passes(self, shapes: Sequence[Shape]) -> None:
+        """Capture passes over prompts and trees of these padded shapes."""
+        for shape in shapes:
+            if not shape.is_tree:
+                self.passes.capture(shape, self._input_floats())
+        states = next(iter(self.passes.states.values()), None)
+        if self.trees is None or states is None:
+            return
+        features = self.network.feedback_features(states[:1]) if self.network.features else None
+        for shape in shapes:
+            if shape.is_tree:
+                self.passes.capture(shape, 0 if features is None else features.shape[1])
 
     def _call_features(self, plans: list[RequestPlan], hidden: Tensor, entries: Tensor, count: int) -> Tensor:
         """Return the input features of all tokens of the first pass, mask tokens included: [count, H]."""
@@ -454,8 +480,12 @@ class TreeDecoder:
     tree attends to tree tokens of its own batch only. The ancestors compute their KV again.
     """
 
-    def __init__(self, network: Network, target: Target, width: int, branches: int, depth: int) -> None:
+    def __init__(
+        self, network: Network, target: Target, passes: PassGraphs, width: int, branches: int, depth: int
+    ) -> None:
+        """passes: of the network."""
         self.network, self.device, self.sampler = network, target.device, DraftSampler(target)
+        self.passes = passes
         self.page_size, self.vocabulary = target.page_size, target.model.config.vocabulary
         self.branches, self.depth = branches, depth
         self.shape = fixed_shape(width, branches, depth) if self.sampler.keeps_logits else None
@@ -505,9 +535,11 @@ class TreeDecoder:
         rows: list[int] = []
         for tree, nodes in expanded:
             self._add(builder, tree, nodes, parent_states, rows, len(states))
-        batch, _ = builder.upload(self.device)
         features = self.network.feedback_features(states[parent_states]) if self.network.features else None
-        return self.network.run(batch, features)[rows]
+        batch, *_ = self.passes.upload(builder, 0 if features is None else features.shape[1])
+        found = self.passes.run(batch, features)
+        assert found is not None
+        return found[rows]
 
     def _add(
         self,

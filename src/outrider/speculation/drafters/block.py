@@ -31,6 +31,7 @@ from .chain_builder import BoundDrafter, CallChains, ChainBuilder, StateChains
 from .draft_sampler import DraftSampler
 from .kv_tracker import KvTracker
 from .network import check_mask
+from .pass_graphs import PassGraphs
 from .recorded import RecordedChain, least_path
 from .tree_builder import Parents, TreeBuilder, fixed_shape
 
@@ -115,6 +116,7 @@ class BlockDrafter:
         """`width` and `branches` as in TreeOptions; depth: of a draft, at most."""
         self.head, self.ops, self.device, self.sampler = head, target.ops, target.device, DraftSampler(target)
         self.page_size, self.vocabulary = target.page_size, target.model.config.vocabulary
+        self.stores, self.blocks = PassGraphs(self._store, target), PassGraphs(lambda batch, _: head.run(batch), target)
         self.skipped = 0 if head.shape.from_anchor else 1  # tokens at the beginning of a block that predict nothing
         self.branches, self.depth = branches, depth
         self.width = width if branches > 1 else depth
@@ -173,10 +175,23 @@ class BlockDrafter:
 
     def extend(self, inputs: BlockPass) -> Tensor:
         """Store the context and run the blocks; return their states by depth, those that predict nothing first."""
-        self.head.store(self.head.project_features(inputs.hidden), inputs.stored)
+        self.stores.run(inputs.stored, self.head.project_features(inputs.hidden))
         if inputs.blocks is None:
             return inputs.hidden.new_zeros(0, self.head.width)
-        return torch.index_select(self.head.run(inputs.blocks), 0, inputs.samples)
+        states = self.blocks.run(inputs.blocks, None)
+        assert states is not None
+        return torch.index_select(states, 0, inputs.samples)
+
+    def _store(self, batch: Batch, features: Tensor | None) -> None:
+        assert features is not None
+        self.head.store(features, batch)
+
+    def capture_passes(self, shapes: Sequence[Shape]) -> None:
+        """Capture passes over prompts and blocks of these padded shapes."""
+        for shape in shapes:
+            if not shape.is_tree:
+                self.stores.capture(shape, self.head.width)
+                self.blocks.capture(shape, 0)
 
     def decode(self, chains: ChainBuilder, states: Tensor, newest: Tensor, positions: Tensor, tables: Tensor) -> None:
         """Sample the tokens of all blocks from left to right, each with a bias by the one before it."""
@@ -462,7 +477,7 @@ class BlockDrafter:
                 block.pages,
             )
         states = hidden if rows == list(range(len(hidden))) else hidden[rows]  # [T, F]
-        stored, _ = context.upload(self.device)
+        stored, *_ = self.stores.upload(context, self.head.width)
         if not drafting:
             return BlockPass(stored, states, None, stored.slots)
         deepest = max(block.size for block in drafting)
@@ -472,7 +487,7 @@ class BlockDrafter:
             for first, block in zip(blocks.starts, drafting, strict=False)
             if block.size > depth
         ]
-        batch, (chosen,) = blocks.upload(self.device, samples)
+        batch, (chosen,), _ = self.blocks.upload(blocks, 0, samples)
         return BlockPass(stored, states, batch, chosen)
 
     def _capacity(self, block: Block) -> int:
