@@ -94,6 +94,18 @@ class WarmUp:
                         if padded(batch_size) == rows:
                             runs.planner.observe_latency(name, batch_size, width, fences)
 
+        for name, width in self._members():
+            for rows, pages, sampled in product(reversed(padded_sizes(most)), reversed(self.pages), (True, False)):
+                runs.capture((name, rows, width, pages, sampled, False))
+
+    def _members(self) -> Iterator[tuple[str, int]]:
+        """Yield the combined drafters that draft by graphs, and how many tokens they draft."""
+        plan = self.spec_manager.plan
+        proposer = self.spec_manager.methods.get(plan.method)
+        for name, member in proposer.members if isinstance(proposer, CombinedDrafter) else ():
+            if member.needs.multi_step and member.needs.costs_time and not plan.eager:
+                yield f"{plan.method}/{name}", member.needs.width
+
     def _drafts(self, rows: int) -> Iterator[tuple[str, int]]:
         """Yield the methods of runs, and how many tokens they may draft in a batch of `rows`."""
         plan, name = self.spec_manager.plan, self.spec_manager.plan.method

@@ -181,7 +181,7 @@ def poison_results(buffers: RunBuffers, kind: str) -> None:
             batch.slots,
         ],
         "extend": [getattr(drafter, "states", None), getattr(drafter, "latest", None)],
-        "decode": [state.drafts, getattr(drafter, "logits", None)],
+        "decode": [state.drafts, state.estimates, getattr(drafter, "logits", None)],
     }
     for tensor in filled[kind]:
         if tensor is not None:
@@ -247,7 +247,7 @@ def test_multi_step_runs_without_poison(stage: Stage, method: str) -> None:
 
 def check_steps(stage: Stage, method: str, llm: LLM) -> None:
     assert answers(llm, asked(method, 1)) == stage.expected(method, 1)
-    for kind in ("extend", "decode") if method in HEADS else ():  # the drafter runs as in multi-step runs
+    for kind in ("extend", "decode") if method in (*HEADS, COMBINED) else ():  # the drafter runs as in multi-step runs
         assert {key[1] for key in captured(llm, kind)} >= {8, 4}, kind
     shapes = [shape for (shape,) in captured(llm, "forward")]
     assert {shape.rows for shape in shapes} >= {16, 4}  # five rows, and three

@@ -34,7 +34,7 @@ class CapturedDrafting:
         if found is None:
             return None
         key, buffers = found
-        drafter = cast(MultiStepDrafter, self.spec_manager.methods[name])
+        drafter = cast(MultiStepDrafter, self.spec_manager.drafter(name))
         fitting = {row for row in drafting if self._fits(drafter, contexts[row], buffers.state.width)}
         reading = [row for row in range(len(contexts)) if row not in fitting]
         if reading:
@@ -47,11 +47,10 @@ class CapturedDrafting:
     def _find(self, name: str, contexts: Sequence[DraftContext]) -> tuple[Key, RunBuffers] | None:
         """Return the buffers of the narrowest captured run that drafts enough tokens."""
         runs = self.runs
-        if not runs.graphs.decoding or runs.eager_drafter or not self.spec_manager.can_multi_step(name):
+        needs, widths = self.spec_manager.drafter(name).needs, [context.num_draft_tokens for context in contexts]
+        # On the host a lookup is faster than the graphs.
+        if not (runs.graphs.decoding and needs.multi_step and needs.costs_time) or runs.eager_drafter:
             return None
-        needs, widths = self.spec_manager.methods[name].needs, [context.num_draft_tokens for context in contexts]
-        if not needs.has_kv:
-            return None  # on the host a lookup is faster than the graphs
         size = runs.pages.page_size
         if any(len(context.request.pages) * size < context.computed + needs.lookahead for context in contexts):
             return None  # the drafter would miss the KV of its own tokens
@@ -94,12 +93,18 @@ class CapturedDrafting:
         tokens: list[list[int]] = [[] for _ in contexts]
         for row, draft in zip(drafting, listed, strict=False):
             tokens[row] = draft[: draft.index(-1)] if -1 in draft else draft
+        confidence: list[list[float]] | None = None
+        if buffers.state.estimates is not None:
+            confidence = [[] for _ in contexts]
+            for row, estimates in zip(drafting, buffers.state.estimates.tolist(), strict=False):
+                confidence[row] = estimates[: len(tokens[row])]
         logits = None
         if drafter.logits is not None:
             stored = drafter.logits.view(buffers.state.rows, buffers.state.width + 1, -1)[: len(drafting), 1:]
             logits = stored.new_zeros(len(contexts), *stored.shape[1:])
             logits[runs.device.upload(drafting, torch.int64)] = stored
-        return DraftBatch(tokens, [len(row) for row in tokens], logits=logits, reached=buffers.state.width)
+        lengths = [len(row) for row in tokens]
+        return DraftBatch(tokens, lengths, logits=logits, confidence=confidence, reached=buffers.state.width)
 
     def _fill_batch(
         self, buffers: RunBuffers, contexts: list[DraftContext], counts: list[int], hidden: Tensor | None

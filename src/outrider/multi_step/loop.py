@@ -70,7 +70,7 @@ class MultiStepRunner:
         self.step_seconds = 0.0  # of a decode step in the last run; 0: not known
         self.buffers: dict[Key, RunBuffers] = {}
         self._hidden: dict[int, Tensor] = {}  # by floats of a token
-        spec_manager.captured_drafting = CapturedDrafting(self)
+        spec_manager.use(CapturedDrafting(self))
 
     def run(self, step: Step) -> list[RowResult] | None:
         """Run all decode steps; None if rows have different drafters, or a drafter has to catch up."""
@@ -220,7 +220,8 @@ class MultiStepRunner:
         buffers = self._buffers_of(key)
         self.fill(buffers, [])
         drafter = buffers.drafter
-        self.graphs.capture(("target", *key), lambda: self._target(buffers))
+        if not self.spec_manager.is_member(key[0]):  # members of combined drafters draft after steps with the host
+            self.graphs.capture(("target", *key), lambda: self._target(buffers))
         if drafter is not None and not self.eager_drafter:
             self.graphs.capture(("extend", *key), drafter.extend)
             if buffers.state.width:
@@ -266,9 +267,10 @@ class MultiStepRunner:
                 states=None if states is None else states.tensor.view(rows, 3),
             ),
             ran_positions=zeros((rows,), torch.int32),
-            last_accepted=zeros((rows,), torch.int32),
+            last_accepted=starts[:-1].clone(),
             hidden=self._hidden_storage(rows * (width + 1), len(aux_layers) * self.model.config.width),
             sampled=sampled,
+            estimates=zeros((rows, width), torch.float32) if self.spec_manager.is_member(name) else None,
         )
         drafter = self.planner.bind(name, state)
         logits = drafter.logits if drafter is not None else None

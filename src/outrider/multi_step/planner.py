@@ -37,7 +37,7 @@ class RunPlanner:
         return not name or (self.spec_manager.can_multi_step(name) and self._drafter(name).ready(requests))
 
     def aux_layers(self, name: str) -> tuple[int, ...]:
-        return self.spec_manager.methods[name].needs.aux_layers if name else ()
+        return self.spec_manager.drafter(name).needs.aux_layers if name else ()
 
     def bind(self, name: str, state: DecodeState) -> StepDrafter | None:
         return self._drafter(name).bind(state) if name else None
@@ -91,7 +91,7 @@ class RunPlanner:
         return learned
 
     def _drafter(self, name: str) -> MultiStepDrafter:
-        return cast(MultiStepDrafter, self.spec_manager.methods[name])
+        return cast(MultiStepDrafter, self.spec_manager.drafter(name))
 
 
 def _until_the_end(request: Request, steps: Sequence[DecodeStep]) -> Iterator[DecodeStep]:

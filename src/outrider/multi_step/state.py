@@ -36,6 +36,7 @@ class DecodeState:
     last_accepted: Tensor  # [B] int32: index in `batch` of the last token of each row that was accepted
     hidden: Tensor  # [B * (W + 1), F] f32: the aux hidden states of `batch`; F is 0 without aux layers
     sampled: bool = True  # some request may have a temperature above 0
+    estimates: Tensor | None = None  # [B, W] f32: acceptance probability of each drafted token; None: not read
 
     @property
     def rows(self) -> int:

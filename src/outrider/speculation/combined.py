@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -61,6 +61,8 @@ class CombinedDrafter:
             has_probs=any(need.has_probs for need in needs),
         )
         self.order = sorted(range(len(members)), key=lambda index: needs[index].costs_time)  # those without cost first
+        # By member: drafts by CUDA graphs, as CapturedDrafting.propose does; None if they do not exist.
+        self.captured: dict[str, Callable[[Sequence[DraftContext], Tensor | None], DraftBatch | None]] = {}
         self._gains = Rates([INITIAL_GAIN] * len(members))  # mean number of accepted tokens of a draft, by member
         self._request_gains: dict[Request, Rates] = {}
         self._calibrations: dict[int, Rates] = {}  # by the drafters that proposed a token, and CONTESTED
@@ -72,10 +74,12 @@ class CombinedDrafter:
         self._observe(contexts)
         drafted: list[list[Draft]] = [[Draft([])] * len(self.members) for _ in contexts]
         for index in self.order:
-            _, member = self.members[index]
+            name, member = self.members[index]
             called = [self._member_context(index, context, drafted[row]) for row, context in enumerate(contexts)]
             started = time.perf_counter()
-            drafts = member.propose(called, last, self._states(member.needs.aux_layers, hidden)).drafts()
+            states = self._states(member.needs.aux_layers, hidden)
+            batch = self.captured[name](called, states) if name in self.captured else None
+            drafts = (member.propose(called, last, states) if batch is None else batch).drafts()
             if member.needs.costs_time and all(context.new_tokens for context in contexts):
                 self._curves[index].observe(
                     max(context.num_draft_tokens for context in called), time.perf_counter() - started

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 import torch
@@ -20,6 +20,7 @@ from ..errors import UserError
 from ..request import Request, Row
 from ..types import Draft, SamplingParams, SpecStats
 from .adaptive import AdaptiveController
+from .combined import CombinedDrafter
 from .config import SpeculationPlan, combined_options, method_options
 from .drafters.catch_up import CatchUpBuffers
 from .interface import DraftBatch, DraftContext, MethodOptions, Proposer, Target
@@ -233,7 +234,7 @@ class SpeculationManager:
         self._batch_size = self._passes = 0  # requests in the step; passes so far
         self._catch_up = CatchUpBuffers(target.page_size)
         self._pauses: dict[Request, Pause] = {}  # of requests whose last lookup found nothing that pays
-        self.captured_drafting: CapturedDrafting | None = None  # set by the runner
+        self.captured_drafting: CapturedDrafting | None = None  # see `use`
         self._warned: set[str] = set()  # methods whose logits were not finite
 
     # ---- requests ----
@@ -288,6 +289,25 @@ class SpeculationManager:
                     "are right but slower: its weights may be damaged, or overflow their type",
                     request.method,
                 )
+
+    def drafter(self, name: str) -> Proposer:
+        """Return the drafter of a method, or of `METHOD/MEMBER`, a member of combined drafters."""
+        method, _, member = name.partition("/")
+        proposer = self.methods[method]
+        return dict(proposer.members)[member] if isinstance(proposer, CombinedDrafter) and member else proposer
+
+    @staticmethod
+    def is_member(name: str) -> bool:
+        return "/" in name
+
+    def use(self, captured: CapturedDrafting) -> None:
+        """Draft by CUDA graphs where they exist."""
+        self.captured_drafting = captured
+        for name, proposer in self.methods.items():
+            if isinstance(proposer, CombinedDrafter):
+                proposer.captured = {
+                    member: partial(captured.propose, f"{name}/{member}") for member, _ in proposer.members
+                }
 
     def can_multi_step(self, name: str) -> bool:
         """Return whether requests of this method, or without one, can be decoded without the host.

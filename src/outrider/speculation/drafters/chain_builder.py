@@ -79,7 +79,7 @@ class ChainBuilder:
         return None
 
     def _sample(self, depth: int, logits: Tensor, sampling: SamplingMetadata, confidence: Tensor | None) -> Tensor:
-        return self.sampler.sample(logits, sampling, depth)
+        raise NotImplementedError
 
     def _store(self, depth: int, logits: Tensor) -> None:
         assert self.logits is not None
@@ -102,6 +102,7 @@ class StateChains(ChainBuilder):
         # Without noise, which goes by the target's ids, the argmax is found among the tokens that the drafter knows.
         sampled = sampler.keeps_logits or (sampler.sampled and state.sampled)
         self.ids = None if sampled or ids is None else ids.to(torch.int32)
+        self.reads_confidence = sampled and state.estimates is not None
         self.depths = torch.arange(width, dtype=torch.int32, device=device)
         self.longest = torch.iinfo(torch.int32).max if context is None else context + 1
 
@@ -114,6 +115,17 @@ class StateChains(ChainBuilder):
         self._tokens = []
         lengths = self.state.positions + 1
         self._sampling = self.sampler.adapt(replace(self.state.sampling, positions=lengths), lengths)
+
+    def _sample(self, depth: int, logits: Tensor, sampling: SamplingMetadata, confidence: Tensor | None) -> Tensor:
+        estimates = self.state.estimates
+        if estimates is None:
+            return self.sampler.sample(logits, sampling, depth)
+        if confidence is None:
+            tokens, confidence = self.sampler.sample_with_confidence(logits, sampling, depth)
+        else:
+            tokens = self.sampler.sample(logits, sampling, depth)
+        estimates[:, depth] = confidence
+        return tokens
 
     def write(self) -> None:
         """Write the drafts to the state; -1 for tokens beyond the text's limit or the drafter's context."""
