@@ -69,14 +69,16 @@ class Recordings:
         return None if found.failed else found
 
     def run(self, recorded: Recorded, depths: int = 0, least: float = 0.0, shared_noise: bool = False) -> int:
-        """Run a function whose inputs are filled; return the depths that it drafted, or -1 if it cannot be recorded."""
+        """Run a function whose inputs are filled; return the depths that it drafted, or -1 if it cannot be recorded.
+
+        A recording is made by running all depths. A replay ends after `depths`, or where the next one does not pay.
+        """
         if recorded.replay is None:
             recorded.replay = self.ops.record(recorded.run)
             if recorded.replay is None:
                 recorded.failed = True
                 return -1
-            if not depths:  # recording has run it; a loop over depths must be replayed to end where it does not pay
-                return 0
+            return depths
         reached: int = recorded.replay(depths, least, shared_noise)
         return reached
 

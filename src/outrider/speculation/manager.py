@@ -325,10 +325,10 @@ class SpeculationManager:
             if not (self.plan.adaptive and (needs.costs_time or needs.has_kv)):
                 continue
             try:
-                for count, width in enumerate((needs.width, needs.width, needs.width, 1, 0)):
-                    seconds = self._profile(name, proposer, width)
-                    if count > 1:  # the first call is the warm-up, and the second may be recorded
-                        self.controller.draft_latency(name).observe(width, seconds)
+                for width, calls in ((needs.width, 3), (1, 2), (0, 1)):
+                    for _ in range(calls):  # the first is the warm-up, and the first two may be recorded
+                        seconds = self._profile(name, proposer, width)
+                    self.controller.draft_latency(name).observe(width, seconds)
             except Exception:  # a permanent fault is reported with the first request
                 log.debug("`%s` failed in its profile run", name, exc_info=True)
 

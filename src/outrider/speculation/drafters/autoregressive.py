@@ -223,7 +223,8 @@ class Autoregressive:
         if self.sampler.keeps_logits or (hidden is not None and plan.begin <= context.start):
             return None  # the first entry reads a state of an earlier step
         key = count, table_width(len(plan.pages)), self.sampler.is_greedy([context])
-        found = self._recordings.find(key, lambda: self._record(*key))
+        at_once = count <= self.width + 1  # as after each draft; longer ones may not come again
+        found = self._recordings.find(key, lambda: self._record(*key), at_once)
         if found is None:
             return None
         values = context.tokens(plan.begin, plan.stop)
@@ -236,8 +237,9 @@ class Autoregressive:
             found.load(hidden, context.first_row + plan.begin - 1 - context.start)
         chain: RecordedChain = found.outputs
         chain.take(context)
-        reached = self._recordings.run(found, plan.width, least_path(context, paid=False), chain.shares_noise)
-        return None if reached < 0 else chain.read(plan, contexts, reached)
+        least = least_path(context, paid=False)
+        reached = self._recordings.run(found, plan.width, least, chain.shares_noise)
+        return None if reached < 0 else chain.read(plan, contexts, reached, least)
 
     def _record(self, count: int, pages: int, greedy: bool) -> Recorded:
         """Record the first pass over `count` entries and the decode loop after it."""

@@ -289,8 +289,9 @@ class BlockDrafter:
             return None
         chain: RecordedChain = found.outputs
         chain.take(block.context)
-        reached = self._recordings.run(found, block.width, least_path(block.context, paid=True), chain.shares_noise)
-        return None if reached < 0 else chain.read(block, contexts, reached)
+        least = least_path(block.context, paid=True)
+        reached = self._recordings.run(found, block.width, least, chain.shares_noise)
+        return None if reached < 0 else chain.read(block, contexts, reached, least)
 
     def _replay_pass(self, reading: list[Block], hidden: Tensor) -> Tensor | None:
         """Store the context of one request and run its block; return its states; None if this is not recorded."""
@@ -310,7 +311,8 @@ class BlockDrafter:
         if len(reading) > 1 or not size or computed > self._capacity(block):
             return None
         pages = table_width(len(block.pages))
-        found = self._recordings.find((count, size, pages, *key), lambda: build(count, size, pages))
+        at_once = count <= self.depth + 1  # as after each draft; longer ones may not come again
+        found = self._recordings.find((count, size, pages, *key), lambda: build(count, size, pages), at_once)
         if found is None:
             return None
         table = padded_table(block.pages, pages)

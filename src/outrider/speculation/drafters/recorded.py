@@ -76,18 +76,22 @@ class RecordedChain(ChainBuilder):
         self.recorder.end_depth(estimate, self._are_logprobs)
         return tokens
 
-    def read(self, plan: DraftPlan, contexts: Sequence[DraftContext], reached: int) -> DraftBatch:
-        """Return the draft of a replay that drafted `reached` tokens, cut before the first that does not pay."""
+    def read(self, plan: DraftPlan, contexts: Sequence[DraftContext], reached: int, least: float) -> DraftBatch:
+        """Return the draft of a call that drafted `reached` tokens, cut before the first that does not pay.
+
+        least: where a replay ends; the call that makes a recording drafts on, and is cut there.
+        """
         confidence = self.estimates.read(reached)
         if self._are_logprobs:
             confidence = [math.exp(min(logprob, 0.0)) for logprob in confidence]
             if self.shares_noise:
                 confidence = [1 - (1 - probability) / 2 for probability in confidence]
-        length, path, least = reached, 1.0, plan.context.min_acceptance
+        length, path = reached, 1.0
         for depth, probability in enumerate(confidence):
             path *= probability
             if path < least:
-                length = depth
+                reached = depth + 1
+                length = depth if path < plan.context.min_acceptance else reached
                 break
         tokens: list[list[int]] = [[] for _ in contexts]
         confidences: list[list[float]] = [[] for _ in contexts]
