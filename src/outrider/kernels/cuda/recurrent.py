@@ -191,11 +191,12 @@ def convolve(step, line, vectors, token, position, begin, start, channel, mask, 
     """
     count: tl.constexpr = sizes.channels
     width: tl.constexpr = count + sizes.controls
+    size: tl.constexpr = sizes.conv_size
     total = tl.zeros(channel.shape, tl.float32)
     if vectors.conv_bias is not None:
         total += tl.load(vectors.conv_bias + channel, mask=mask, other=0.0)
-    for back in tl.static_range(sizes.conv_size):
-        weight = tl.load(vectors.conv + channel * sizes.conv_size + (sizes.conv_size - 1 - back), mask=mask, other=0.0)
+    for back in tl.static_range(size):
+        weight = tl.load(vectors.conv + channel * size + (size - 1 - back), mask=mask, other=0.0)
         own = token >= begin
         from_step = tl.load(step.channels + token.to(tl.int64) * count + channel, mask=mask & own, other=0.0)
         from_line = tl.load(
@@ -241,8 +242,9 @@ def read_token(state, step, line, vectors, token, position, begin, start, head, 
     time = tl.where(raw > 20.0, raw, tl.log(1.0 + tl.exp(tl.minimum(raw, 20.0))))
     state = state * tl.exp(tl.load(vectors.decay + head) * time)
     if sizes.delta:
-        query = unit(query, sizes.state_dim**-0.5, sizes.eps)
-        key = unit(key, 1.0, sizes.eps)
+        eps: tl.constexpr = sizes.eps
+        query = unit(query, sizes.state_dim**-0.5, eps)
+        key = unit(key, 1.0, eps)
         more = tl.load(from_step + sizes.heads, mask=own, other=0.0)
         more += tl.load(from_line + sizes.heads, mask=token < begin, other=0.0)
         rate = 1.0 / (1.0 + tl.exp(-more))
