@@ -107,7 +107,9 @@ def test_quantised_weights_stay_near(name: str, quantize: str, reference: kernel
 
 
 @pytest.mark.parametrize("shard", ["1GB", "60KB"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral", "qwen2-moe"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3", "mixtral", "qwen2-moe", "qwen3-next-moe", "qwen3.5", "granite4-moe"]
+)
 def test_folders_load(name: str, shard: str, reference: kernels.Kernels) -> None:
     where = folder(name, shard)
     assert (len(list(where.glob("*.safetensors"))) > 1) == (shard == "60KB")

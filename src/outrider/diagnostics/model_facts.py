@@ -73,8 +73,8 @@ def _describe_files(name: str, path: Path) -> dict[str, Any]:
     path = checkpoint.path
     config, tokenizer = read_config(checkpoint.config), Tokenizer.open(checkpoint.tokenizer_source)
     dtype = kv_dtype(EngineConfig(), checkpoint.float32)
-    per_token = bytes_per_token(config.layers, config.kv_heads, config.head_dim, dtype)
-    quantized = bytes_per_token(config.layers, config.kv_heads, config.head_dim, "int8")
+    per_token = bytes_per_token(config.attention_layers, config.kv_heads, config.head_dim, dtype)
+    quantized = bytes_per_token(config.attention_layers, config.kv_heads, config.head_dim, "int8")
     ends = sorted(tokenizer.end_ids | set(checkpoint.end_ids))
     entry = catalog.CATALOG.get(name)
     record = read_record(path) if path.is_file() else _hub_record(name, path)

@@ -193,6 +193,11 @@ class ModelConfig:
     gated_attention: bool = False  # what the heads return is multiplied by the sigmoid of a projection
 
     @property
+    def attention_layers(self) -> int:
+        """Return the number of layers with keys and values."""
+        return self.layers - (sum(self.recurrent.layers) if self.recurrent is not None else 0)
+
+    @property
     def stream_eps(self) -> float:
         """Return the epsilon of norms of the residual stream, which the decoder keeps divided by `residual_scale`."""
         return self.eps / self.residual_scale**2

@@ -78,7 +78,13 @@ def take_rows(batch: Batch, rows: Sequence[int]) -> tuple[Batch, list[int]]:
 
 
 def recurrent(
-    name: str, delta: bool, kind: str = "f32", sizes: Sizes | None = None, trees: bool = False, op: str = "recurrent"
+    name: str,
+    delta: bool,
+    kind: str = "f32",
+    sizes: Sizes | None = None,
+    trees: bool = False,
+    op: str = "recurrent",
+    lengths: Sequence[tuple[int, int, int]] = ROWS,
 ) -> Case:
     """Rows with states of several lengths, in place and to other slots; two rows read one state."""
 
@@ -86,7 +92,7 @@ def recurrent(
         random = make.generator(seed)
         of = weights(random, kind, sizes or Sizes(), delta)
         layer = ops.recurrent_layer(of)
-        rows = [(length, start, 0 if trees else read) for length, start, read in ROWS]
+        rows = [(length, start, 0 if trees else read) for length, start, read in lengths]
         states = random_states(random, of, 2 * len(rows))
         if trees:
             batch = make.random_trees(random, [(start, TREE) for _, start, _ in rows])
@@ -111,7 +117,7 @@ def recurrent(
         return run
 
     tolerance = 4 * TOLERANCE[kind]
-    return Case(op, name, len(ROWS), tolerance, build)
+    return Case(op, name, len(lengths), tolerance, build)
 
 
 def _kept_lines(states: LayerStates, slots: Sequence[int], row: tuple[int, int, int], conv_size: int) -> Tensor:

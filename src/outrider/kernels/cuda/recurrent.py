@@ -283,6 +283,7 @@ def run_states(step, kept, vectors, mixed, sizes: tl.constexpr):
         )
     out_at = mixed + head * sizes.head_dim + value
     stride: tl.constexpr = sizes.heads * sizes.head_dim
+    block: tl.constexpr = sizes.values
     is_value = value < sizes.head_dim
     for index in range(loop_bound(read)):
         token = begin + index
@@ -296,7 +297,7 @@ def run_states(step, kept, vectors, mixed, sizes: tl.constexpr):
             tl.store(out_at + token.to(tl.int64) * stride, out, mask=is_value)
         else:
             node = state
-            out = tl.zeros([sizes.values], tl.float32)
+            out = tl.zeros([block], tl.float32)
             depth = tl.load(step.positions + token) - start - read  # below the tokens that the stored state has read
             for above in range(loop_bound(depth + 1)):
                 each = ancestor(step.parents, token, depth - above)
