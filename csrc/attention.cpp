@@ -50,10 +50,15 @@ OUTRIDER_ONE_COPY void scale_scores(float* scores, int first, int last, const fl
 void load_queries(const View& view, const Task& task, float* to) {
   const int width = view.layer.head_dim;
   const f32x16 scale = splat(view.layer.scale);
+  const bool divided = view.pages.dtype == KvType::i8 && view.layer.key_factors;  // the keys in the pages
+  const float* factors = divided ? view.layer.key_factors + size_t(task.head) * width : nullptr;
   for (int token = task.first; token < task.last; ++token)
     for (int member = 0; member < view.group; ++member, to += view.width) {
       const size_t head = size_t(token) * view.layer.heads + size_t(task.head) * view.group + member;
-      for (int i = 0; i < width; i += 16) store(to + i, load_some(view.q + head * width + i, width - i) * scale);
+      for (int i = 0; i < width; i += 16) {
+        const f32x16 query = load_some(view.q + head * width + i, width - i) * scale;
+        store(to + i, divided ? query * load_some(factors + i, width - i) : query);
+      }
     }
 }
 

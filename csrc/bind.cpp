@@ -93,8 +93,8 @@ std::shared_ptr<Attention> make_attention(MatrixPointer query, MatrixPointer key
                                           int skip, bool causal, bool anchored, bool whole_norms, float scale,
                                           float soft_cap, float eps, Address norm, Address post_norm,
                                           Address query_norm, Address key_norm, Address query_bias, Address key_bias,
-                                          Address value_bias, Address output_bias, Address sinks, Address cos,
-                                          Address sin, int rope_positions, MatrixPointer gate) {
+                                          Address value_bias, Address output_bias, Address key_factors, Address sinks,
+                                          Address cos, Address sin, int rope_positions, MatrixPointer gate) {
   if (heads < 1 || kv_heads < 1 || heads % kv_heads != 0 || head_dim < 2 || head_dim % 2 != 0)
     refuse("attention needs a multiple of `kv_heads` as `heads` and an even `head_dim`");
   if (!(soft_cap >= 0)) refuse("`soft_cap` is a bound of scores: 0 or more");
@@ -112,7 +112,8 @@ std::shared_ptr<Attention> make_attention(MatrixPointer query, MatrixPointer key
       Attention{query,         key,           value,         output,       heads,       kv_heads,
                 head_dim,      window,        skip,          causal,       anchored,    whole_norms,
                 scale,         soft_cap,      eps,           f(norm),      f(post_norm), f(query_norm),
-                f(key_norm),   f(query_bias), f(key_bias),   f(value_bias), f(output_bias), f(sinks),
+                f(key_norm),   f(query_bias), f(key_bias),   f(value_bias), f(output_bias), f(key_factors),
+                f(sinks),
                 f(cos),        f(sin),        rope_positions, {},           {},          {},
                 {},            gate});
 }
@@ -205,8 +206,8 @@ void bind_layers(nb::module_& module) {
       .def(nb::new_(&make_attention), nb::kw_only(), "query"_a, "key"_a, "value"_a, "output"_a, "heads"_a, "kv_heads"_a,
            "head_dim"_a, "window"_a, "skip"_a, "causal"_a, "anchored"_a, "whole_norms"_a, "scale"_a, "soft_cap"_a,
            "eps"_a, "norm"_a = 0, "post_norm"_a = 0, "query_norm"_a = 0, "key_norm"_a = 0, "query_bias"_a = 0,
-           "key_bias"_a = 0, "value_bias"_a = 0, "output_bias"_a = 0, "sinks"_a = 0, "cos"_a = 0, "sin"_a = 0,
-           "rope_positions"_a = 0, "gate"_a.none() = nullptr)
+           "key_bias"_a = 0, "value_bias"_a = 0, "output_bias"_a = 0, "key_factors"_a = 0, "sinks"_a = 0, "cos"_a = 0,
+           "sin"_a = 0, "rope_positions"_a = 0, "gate"_a.none() = nullptr)
       .def(
           "set_lora",
           [](Attention& layer, LoraPointer query, LoraPointer key, LoraPointer value, LoraPointer output) {

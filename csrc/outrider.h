@@ -92,6 +92,7 @@ struct Attention {
   float scale, soft_cap, eps;  // scores s become soft_cap * tanh(s / soft_cap); 0: no cap
   const float *norm, *post_norm, *query_norm, *key_norm;  // null when absent; the caller keeps them alive
   const float *query_bias, *key_bias, *value_bias, *output_bias;
+  const float* key_factors;  // [G][D] powers of two, null: 1; i8 keys are stored divided by these
   const float* sinks;  // [H], null: none; the score of one more key of each head, whose value is 0
   const float *cos, *sin;  // [rope_positions][D / 2], null: no rotary
   int rope_positions;

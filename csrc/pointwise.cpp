@@ -86,7 +86,10 @@ void store_token(const Attention& layer, const Pages& pages, int slot, int posit
   const int width = layer.head_dim, page = slot / pages.page_size, line = slot % pages.page_size;
   for (int head = 0; head < layer.kv_heads; ++head) {
     const size_t row = (size_t(page) * layer.kv_heads + head) * pages.page_size + line, offset = row * width;
-    const float *own_key = key + size_t(head) * width, *own_value = value + size_t(head) * width;
+    float* own_key = key + size_t(head) * width;
+    const float* own_value = value + size_t(head) * width;
+    if (pages.dtype == KvType::i8 && layer.key_factors)
+      for (int i = 0; i < width; ++i) own_key[i] /= layer.key_factors[size_t(head) * width + i];
     if (pages.key_scales) {
       uint8_t *keys = static_cast<uint8_t*>(pages.keys), *values = static_cast<uint8_t*>(pages.values);
       pages.key_scales[row] = quantize_head(pages.dtype, own_key, width, keys + offset);

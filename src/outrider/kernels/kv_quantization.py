@@ -26,6 +26,19 @@ def quantize_heads(heads: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (numbers.round() if dtype is torch.int8 else numbers).to(dtype), scales
 
 
+def key_factors(key_bias: Tensor | None, kv_heads: int) -> Tensor | None:
+    """Return [G, D] powers of two that int8 keys are divided by before they are quantized; None: by nothing.
+
+    Large biases in few dimensions would set the scale of all others (Qwen2.5). Queries are multiplied instead: powers
+    of two leave their products the same, also after rope, since both dimensions of a pair get one factor.
+    """
+    if key_bias is None:
+        return None
+    pairs = key_bias.float().view(kv_heads, 2, -1)  # dimensions i and i + D / 2 are rotated together
+    factors = torch.exp2(pairs.square().sum(1, keepdim=True).sqrt().clamp(min=1).log2().round())
+    return factors.expand(pairs.shape).flatten(1).contiguous()
+
+
 def dequantize_heads(numbers: Tensor, scales: Tensor) -> Tensor:
     """Return heads [..., D] f32."""
     return numbers.float() * scales[..., None]

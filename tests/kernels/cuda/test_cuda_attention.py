@@ -258,6 +258,7 @@ LAYERS = [
     ("narrow", ("rotary", "key_norm"), torch.bfloat16),
     ("plain", ("norm", "rotary"), FP8),
     ("narrow", ("rotary", "key_norm"), torch.int8),
+    ("plain", ("rotary", "query_bias", "key_bias"), torch.int8),
     ("plain", EVERYTHING, torch.float32),
     ("plain", (*EVERYTHING, "whole_norms"), torch.float32),
 ]

@@ -46,6 +46,7 @@ class Attention:
         key_bias: int = 0,
         value_bias: int = 0,
         output_bias: int = 0,
+        key_factors: int = 0,
         sinks: int = 0,
         cos: int = 0,
         sin: int = 0,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kv_quantization import LARGEST
+from ..kv_quantization import LARGEST, key_factors
 from ..quantization import FORMATS, dequantize, row_bytes
 from ..structures import AttentionWeights, Batch, LayerPages, MlpWeights, MoeWeights, Weight
 from . import _native
@@ -91,6 +91,7 @@ def attention_layer(weights: AttentionWeights, fast_activations: bool = False) -
         "key_bias": _vector("key_bias", weights.key_bias, keys),
         "value_bias": _vector("value_bias", weights.value_bias, keys),
         "output_bias": _vector("output_bias", weights.output_bias, width),
+        "key_factors": key_factors(weights.key_bias, weights.kv_heads),
         "sinks": _vector("sinks", weights.sinks, weights.heads),
         "cos": _vector("cos", weights.cos, weights.head_dim // 2),
         "sin": _vector("sin", weights.sin, weights.head_dim // 2),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kv_quantization import key_factors
 from ..recurrence import LayerStates
 from ..structures import Activation, AttentionWeights, Batch, LayerPages, MlpWeights
 from .device import DEVICE, on_device
@@ -48,6 +49,7 @@ def attention_layer(weights: AttentionWeights, batch_invariant: bool = False) ->
     queries = weights.heads * weights.head_dim
     qkv = pack([weights.query, weights.key, weights.value], batch_invariant)
     bias = _biases(weights)
+    factors = on_device(key_factors(weights.key_bias, weights.kv_heads))
     query_norm, key_norm = on_device(weights.query_norm), on_device(weights.key_norm)
     whole_norms = None
     if weights.whole_norms:
@@ -66,6 +68,7 @@ def attention_layer(weights: AttentionWeights, batch_invariant: bool = False) ->
             batch_invariant,
             weights.soft_cap,
             on_device(weights.sinks),
+            factors,
         ),
         rope=RopeWeights(
             weights.eps,
@@ -73,6 +76,7 @@ def attention_layer(weights: AttentionWeights, batch_invariant: bool = False) ->
             None if whole_norms else key_norm,
             on_device(weights.cos),
             on_device(weights.sin),
+            factors,
         ),
         whole_norms=whole_norms,
         eps=weights.eps,
@@ -120,7 +124,7 @@ def project_kv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages
 def attention(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> None:
     """Run `project_qkv` and `attend`, fused for short causal chains."""
     projected = _project(x, layer, batch)
-    if _fusable(layer, batch):
+    if _fusable(layer, batch, pages):
         mixed = paged_attention(projected, layer.heads, batch, pages, layer.output.compute, layer.rope)  # [T, H * D]
         _add_output(mixed, layer, batch, x)
     else:
@@ -132,11 +136,12 @@ def attend(q: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages, x:
     _add_output(mixed, layer, batch, x)
 
 
-def _fusable(layer: AttentionLayer, batch: Batch) -> bool:
+def _fusable(layer: AttentionLayer, batch: Batch, pages: LayerPages) -> bool:
     """Return whether each program can rotate all new keys that it attends to: causal chains with few tokens."""
     heads, rope = layer.heads, layer.rope
     chains = batch.parents is None and heads.causal and not heads.anchored
     bare = rope.cos is not None and rope.query_norm is None and rope.key_norm is None
+    bare = bare and (rope.key_factors is None or pages.keys.dtype is not torch.int8)
     return chains and bare and batch.positions.shape[0] <= batch.page_tables.shape[0] + SURPLUS
 
 

@@ -66,6 +66,7 @@ class Heads:
     batch_invariant: bool  # use the same tiles for any batch
     soft_cap: float = 0.0
     sinks: Tensor | None = None  # [H] f32
+    key_factors: Tensor | None = None  # [G, D] f32, see kv_quantization.py; only for int8 pages
 
 
 class Chunks(NamedTuple):
@@ -142,7 +143,8 @@ def paged_attention(
     device = queries.device
     out = torch.empty(tokens, heads.count * heads.size, dtype=result, device=device)
     cos, sin = (None, None) if rope is None else (rope.cos, rope.sin)
-    assert rope is None or not (cos is None or wide or batch.parents is not None)
+    key_factors = heads.key_factors if dtype is torch.int8 else None
+    assert rope is None or not (key_factors is not None or cos is None or wide or batch.parents is not None)
     parts = Chunks(out, out, batch.slots)  # placeholders, used only if chunks are split
     if split:
         parts = Chunks(
@@ -165,6 +167,7 @@ def paged_attention(
         parts,
         RopeTables(queries if cos is None else cos, queries if sin is None else sin),
         heads.sinks,
+        key_factors,
         tokens,
         rows,
         width,
@@ -225,6 +228,7 @@ def _attend(
     parts,
     tables,
     sinks,  # or None
+    key_factors,  # or None
     tokens,
     rows,
     width,
@@ -291,6 +295,8 @@ def _attend(
         tl.debug_barrier()  # other threads of this program read the stored KV
     else:
         query = tl.load(queries + at, mask=inside, other=0.0)
+        if key_factors is not None:
+            query = query * tl.load(key_factors + kv_head * size + dim, mask=dim < size, other=0.0)[None, :]
     query = (query * scale).to(tl.float16 if shape.scaled else pages.k.dtype.element_ty)
     origin = tl.load(batch.positions + begin)
     chained = tl.load(batch.positions + end - 1) - origin == end - 1 - begin

@@ -31,6 +31,7 @@ class RopeWeights:
     key_norm: Tensor | None  # [D] f32
     cos: Tensor | None  # [positions, D / 2] f32; None: no rotation
     sin: Tensor | None
+    key_factors: Tensor | None = None  # [G, D] f32, see kv_quantization.py; only for int8 pages
 
 
 class KvPages(NamedTuple):
@@ -96,6 +97,7 @@ def rotate_and_store(projected: Tensor, heads: int, rope: RopeWeights, batch: Ba
             batch.positions,
             batch.slots,
             kv_pages(pages),
+            rope.key_factors if pages.keys.dtype is torch.int8 else None,
             queries,
             1 if cos is None else cos.shape[0],
             rope.eps,
@@ -127,6 +129,7 @@ def _rotate_and_store(
     positions,
     slots,
     pages,
+    key_factors,  # or None
     queries,
     limit,
     eps,
@@ -179,6 +182,11 @@ def _rotate_and_store(
     offset = row * size
     stored = inside & (slot >= 0)
     is_value = (line >= heads + kv_heads) & (line < heads + 2 * kv_heads)
+    if key_factors is not None:
+        factors = key_factors + kv_head[:, None] * size + dim[None, :]
+        divided = inside & is_key[:, None]
+        left = left / tl.load(factors, mask=divided, other=1.0)
+        right = right / tl.load(factors + half, mask=divided, other=1.0)
     if scaled:
         top = tl.maximum(tl.max(tl.abs(left), 1), tl.max(tl.abs(right), 1))
         scale, factor = kv_scale(top, tl.sum(left * 0.0, 1) + tl.sum(right * 0.0, 1), pages.k.dtype.element_ty)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from ..kv_quantization import dequantize_heads, quantize_heads
+from ..kv_quantization import dequantize_heads, key_factors, quantize_heads
 from ..quantization import dequantize
 from ..structures import AttentionLora, AttentionWeights, Batch, LayerPages, MlpLora, MlpWeights, MoeWeights, Weight
 
@@ -127,6 +127,8 @@ def project_kv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages
     adapters, lora = None if batch.adapters is None else batch.adapters[stored], weights.lora or NO_LORA
     keys = _heads(states, layer.key, weights.key_bias, weights, lora.key, adapters)  # [stored, G, D]
     keys = _rotate(_head_norm(keys, weights.key_norm, weights), weights, positions)
+    if (factors := _int8_factors(weights, pages)) is not None:
+        keys = keys / factors
     values = _heads(states, layer.value, weights.value_bias, weights, lora.value, adapters)  # [stored, G, D]
     for key, value, slot in zip(keys, values, slots, strict=True):
         page, offset = page_and_offset(pages, slot)
@@ -139,9 +141,11 @@ def attend(q: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages, x:
     check_trees(batch, pages, weights.causal)
     count = int(batch.query_starts[-1])  # the tokens after these pad
     mixed = torch.empty(count, q.shape[1])  # [T, H * D]
+    factors = _int8_factors(weights, pages)
     for token, slots in enumerate(visible_slots(batch, weights, pages.keys.shape[2])):
         keys, values = gather(pages, slots)  # [G, keys, D]
         query = q[token].reshape(weights.kv_heads, -1, weights.head_dim)  # [G, H / G, D]
+        query = query if factors is None else query * factors[:, None]
         scores = query @ keys.transpose(1, 2) * weights.scale  # [G, H / G, keys]
         if weights.soft_cap:
             scores = weights.soft_cap * torch.tanh(scores / weights.soft_cap)
@@ -288,6 +292,11 @@ def visible_slots(batch: Batch, weights: AttentionWeights, size: int) -> Iterato
                     visible[positions[node] - first] = slots[node]
                 node = parents[node]
             yield torch.tensor(visible, dtype=torch.int64)
+
+
+def _int8_factors(weights: AttentionWeights, pages: LayerPages) -> Tensor | None:
+    """Return the factors [G, D] that the keys in these pages are divided by; None: by nothing."""
+    return key_factors(weights.key_bias, weights.kv_heads) if pages.keys.dtype is torch.int8 else None
 
 
 def _store(storage: Tensor, scales: Tensor | None, page: int, offset: int, heads: Tensor) -> None:
