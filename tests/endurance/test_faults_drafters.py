@@ -151,10 +151,15 @@ def test_nonsense(fragile: Callable[..., Fragile], drafting: Callable[..., Any],
         check_nothing_left(llm)
 
 
-@pytest.mark.parametrize("verb", ["accept", "release"])
+@pytest.mark.parametrize(("verb", "calls"), [("accept", 5), ("release", 2)])
 def test_a_drafter_that_cannot_hear(
-    fragile: Callable[..., Fragile], drafting: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, verb: str
+    fragile: Callable[..., Fragile],
+    drafting: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    verb: str,
+    calls: int,
 ) -> None:
+    """calls: so many at least; requests are released in two steps, those in which some end."""
     expected = alone(fragile().llm, MIXED)
     llm, drafter = drafting("exact,adaptive=no")
     drafter.nonsense = DraftBatch
@@ -164,5 +169,5 @@ def test_a_drafter_that_cannot_hear(
         with monkeypatch.context() as patch:
             patch.setattr(drafter, verb, Trapped(drafter, trap).__getattr__(verb))
             assert [visible_output(output) for output in llm.generate(PROMPTS, MIXED)] == expected
-        assert trap.sprung or call > 2
+        assert trap.sprung or call >= calls
         check_nothing_left(llm)

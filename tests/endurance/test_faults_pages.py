@@ -23,14 +23,14 @@ class Thief:
         self._loot: list[int] = []
         self.count = 0  # steps so far
 
-    def __call__(self, decode_steps: int | None = None) -> Step | None:
+    def __call__(self, *limits: int | None) -> Step | None:
         here, self.count = self.count, self.count + 1
         cache = self._scheduler.cache
         if here in self._steps:
             self._loot += cache.allocate(cache.available) or []
         else:
             self.give_back()
-        return self._next(decode_steps)
+        return self._next(*limits)
 
     def give_back(self) -> None:
         self._scheduler.cache.release(self._loot)
