@@ -115,6 +115,7 @@ VECTORS = {
         "compressed-tensors, transformers",
     ),
 }
+ON_DEVICE = ("ngram",)  # lookups that run on the device
 ELSEWHERE = """
 These parameters do not affect which tokens are chosen, or have tests of their own:
 
@@ -149,7 +150,7 @@ def methods() -> list[str]:
         source = (
             "a model or head" if "model" in own else "the request" if hasattr(find(name), "DRAFTS_FROM") else "nothing"
         )
-        cells = [True, True, sampled, True, "branches" in own, sampled, sampled]
+        cells = [True, True, sampled, True, "branches" in own, sampled, sampled or name in ON_DEVICE]
         lines.append(f"| `{name}` | {source} | " + " | ".join("yes" if cell else "no" for cell in cells) + " |")
     return lines
 
