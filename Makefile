@@ -27,7 +27,7 @@ gpu_python := $(if $(wildcard $(bin)/python),$(bin)/python,$(PYTHON))
 
 help:
 	@echo "make demo          install, build, pull $(MODEL), answer a prompt with and without drafts, compare text and speed"
-	@echo "make test          the checks and the whole suite (about 12 minutes on 2 cores)"
+	@echo "make test          the checks and the whole suite (about 20 minutes on 2 cores)"
 	@echo "make test-fast     quick checks, unit tests and the main invariant (about 3 minutes)"
 	@echo "make test-slow     tests with real weights, long measurements"
 	@echo "make test-endurance  soak, crash and fuzz tests in their long form (hours)"

@@ -236,7 +236,7 @@ def test_gather_pads_what_is_to_be_recorded(make_runner, mode: str, rows: list[R
     width = max(len(each.request.pages) for each in rows)
     branching = any(each.draft is not None for each in rows)
     shape = Shape(*recorded) if recorded else Shape(tokens, count, width, branching)
-    optional = batch.parents is not None, batch.adapters is not None
+    optional = (given is not None for given in (batch.parents, batch.adapters, batch.states))
     assert (batch.tokens.shape[0], *batch.page_tables.shape, *optional) == shape
     assert batch.query_starts.shape[0] == shape[1] + 1
     assert batch.query_starts[count:].tolist() == [tokens] * (shape[1] + 1 - count)

@@ -32,7 +32,7 @@ def ops(request: pytest.FixtureRequest) -> Kernels:
 def test_a_tree_of_one_branch_is_the_chain(ops: Kernels, options: dict[str, Any]) -> None:
     chain, tree = play(ops, shape=(5, 1, 5), **options), play(ops, shape=(5, 1, 5), **options)
     drafter: Any = tree.proposer
-    drafter.trees = TreeDecoder(drafter.network, tree.target, 5, 1, 5)
+    drafter.trees = TreeDecoder(drafter.network, tree.target, drafter.passes, 5, 1, 5)
     for stage in (chain, tree):
         stage.surprises = {13}
     heats = ((1, 0.0), (2, 0.8))
@@ -158,7 +158,7 @@ def test_an_engine_cannot_tell_a_chain_from_a_tree_of_one_branch(
         drafter: Any = spec_manager.methods[method]
         assert drafter.trees is None
         if forced:
-            drafter.trees = TreeDecoder(drafter.network, spec_manager.target, 4, 1, 4)
+            drafter.trees = TreeDecoder(drafter.network, spec_manager.target, drafter.passes, 4, 1, 4)
         outputs = llm.generate([tiny.prompt(9), tiny.prompt(12, 1)], params)
         seen.append([(one.completions[0].token_ids, one.stats.speculation) for one in outputs if one.stats])
     assert seen[0] == seen[1]
