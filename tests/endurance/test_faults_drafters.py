@@ -159,7 +159,7 @@ def test_a_drafter_that_cannot_hear(
     verb: str,
     calls: int,
 ) -> None:
-    """calls: so many at least; requests are released in two steps, those in which some end."""
+    """calls: the least number; requests are released in two steps, those in which some end."""
     expected = alone(fragile().llm, MIXED)
     llm, drafter = drafting("exact,adaptive=no")
     drafter.nonsense = DraftBatch
