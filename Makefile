@@ -100,8 +100,8 @@ test-clients: $(VENV)/.developer
 	$(bin)/python tools/clients/run.py --model $(MODEL) --cases $(CASES)
 
 test-cuda:
-	OUTRIDER_TEST_BACKENDS=cuda OUTRIDER_THREADS=1 OMP_NUM_THREADS=1 PYTHONPATH=src $(gpu_python) -m pytest -q tests/laws tests/kernels/cuda \
-		tests/unit/test_multi_step.py tests/unit/test_models.py tests/unit/test_gguf_architectures.py
+	OUTRIDER_TEST_BACKENDS=cuda OUTRIDER_THREADS=1 OMP_NUM_THREADS=1 PYTHONPATH=src $(gpu_python) -m pytest -q \
+		tests/laws tests/kernels/cuda tests/unit/test_multi_step.py tests/unit/test_models.py tests/unit/test_gguf_architectures.py
 	PYTHONPATH=src $(gpu_python) -m pytest -q -m cuda tests/slow/test_cuda_soak.py
 	@if command -v compute-sanitizer > /dev/null; then $(MAKE) sanitize-cuda; \
 	else echo "compute-sanitizer is not on the PATH: \`make sanitize-cuda\` was left out"; fi
