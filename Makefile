@@ -149,7 +149,7 @@ clean:
 $(VENV)/.torch: constraints.txt
 	@echo "Making $(VENV) with $(torch) and the build tools ..."
 	$(PYTHON) -m venv $(VENV)
-	$(pip) $(torch) $(build_tools)
+	$(pip) -c constraints.txt $(torch) $(build_tools)
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch $(native)

@@ -247,7 +247,7 @@ void run_states(const Recurrent& layer, const Plan& plan, const Prepared& in, co
   });
 }
 
-// Gate and norm the outputs of a token: [H][P], in place.
+// Gate and norm the outputs of a token: [H][P], in place. The norm is of a head, or of the heads that share keys.
 void gate_token(const Recurrent& layer, const float* gate, float* out) {
   const int width = layer.heads * layer.head_dim;
   const auto apply = [&] {
@@ -256,7 +256,9 @@ void gate_token(const Recurrent& layer, const float* gate, float* out) {
   };
   if (!layer.delta) {
     apply();
-    norm_row(out, layer.out_norm, layer.out_eps, width, out);
+    const int size = width / layer.key_heads;
+    for (int at = 0; at < width; at += size)
+      norm_row(out + at, layer.out_norm + at, layer.out_eps, size, out + at);
     return;
   }
   for (int at = 0; at < width; at += layer.head_dim)

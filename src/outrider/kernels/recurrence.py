@@ -26,7 +26,8 @@ class RecurrentWeights:
     - with it (Gated DeltaNet): S = a * S, then S += r * (v - S * k) * transpose(k) with r = sigmoid(second control);
       the output is S * q. Keys and queries have unit length, and queries are divided by sqrt(N).
 
-    Outputs are gated by silu(gate(x)): after an RMS norm of each head with the delta rule, else before a norm of all.
+    Outputs are gated by silu(gate(x)): after an RMS norm of each head with the delta rule, else before an RMS norm of
+    the heads that share a key head.
     """
 
     channels: Weight  # [C, E]: queries [G * N], keys [G * N], values [H * P]

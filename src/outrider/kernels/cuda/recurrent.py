@@ -155,7 +155,8 @@ def recurrent(x: Tensor, layer: RecurrentLayer, batch: Batch, states: LayerState
     pieces = triton.cdiv(width, LINE_BLOCK)
     keep_inputs[(rows, pieces)](step, kept, width, sizes=sizes, block=LINE_BLOCK)
     out = torch.empty(tokens, values, dtype=layer.output.compute, device=x.device)
-    size, parts = (layer.head_dim, layer.heads) if layer.delta else (values, 1)
+    parts = layer.heads if layer.delta else layer.key_heads
+    size = values // parts
     gate_and_norm[(tokens, parts)](
         mixed, gate, layer.out_norm, out, layer.out_eps, size, layer.delta, block=triton.next_power_of_2(size)
     )
@@ -339,7 +340,7 @@ def keep_inputs(step, kept, width, sizes: tl.constexpr, block: tl.constexpr):
 
 @triton.jit
 def gate_and_norm(mixed, gate, norm, out, eps, size, delta: tl.constexpr, block: tl.constexpr):
-    """Norm a head and gate it, or (without the delta rule) gate all heads of a token and norm them."""
+    """Norm a head and gate it, or (without the delta rule) gate the heads that share keys and norm them together."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.arange(0, block)
     mask = lane < size
@@ -348,7 +349,8 @@ def gate_and_norm(mixed, gate, norm, out, eps, size, delta: tl.constexpr, block:
     g = silu(tl.load(gate + at, mask=mask, other=0.0))
     if not delta:
         x = x * g
-    x = x / tl.sqrt(tl.sum(x * x) / size + eps) * tl.load(norm + lane, mask=mask, other=0.0)
+    weights = norm + lane if delta else norm + part * size + lane
+    x = x / tl.sqrt(tl.sum(x * x) / size + eps) * tl.load(weights, mask=mask, other=0.0)
     if delta:
         x = x * g
     tl.store(out + at, x.to(out.dtype.element_ty), mask=mask)

@@ -56,7 +56,9 @@ def recurrent(x: Tensor, layer: RecurrentLayer, batch: Batch, states: LayerState
     if weights.delta:
         mixed = row_by_row(mixed, lambda one: rms_norm(one, weights.out_norm, weights.out_eps)) * gate
     else:
-        mixed = row_by_row((mixed * gate).flatten(1), lambda one: rms_norm(one, weights.out_norm, weights.out_eps))
+        groups = (mixed * gate).view(count, weights.key_heads, -1)  # the heads that share keys
+        norm = weights.out_norm.view(weights.key_heads, -1)
+        mixed = row_by_row(groups, lambda one: rms_norm(one, norm, weights.out_eps))
     x[:count] += linear(mixed.flatten(1), layer.output)
 
 
