@@ -89,7 +89,8 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
 def tiny_llm(request: pytest.FixtureRequest, tiny_folder: Callable[..., Path]) -> Callable[..., LLM]:
     """Make an LLM over a tiny model, on each backend in turn."""
 
-    def make(name: str = "llama", **options: object) -> LLM:
-        return LLM(str(tiny_folder(name)), **{**settings(request.param), **options})
+    def make(name: str | Path = "llama", **options: object) -> LLM:
+        folder = name if isinstance(name, Path) else tiny_folder(name)
+        return LLM(str(folder), **{**settings(request.param), **options})
 
     return make

@@ -187,7 +187,7 @@ def config_of(plan: ModulePlan, layout: str) -> dict[str, Any]:
     config |= {"num_nextn_predict_layers": plan.modules}
     if layout == "speculators":
         return {"speculators_model_type": "mtp", "transformer_layer_config": config, "num_nextn_predict_layers": 1}
-    return config | ({"model_type": "qwen3_next"} if plan.offset_norms else {})
+    return config | ({"model_type": "qwen3_next", "partial_rotary_factor": 1.0} if plan.offset_norms else {})
 
 
 def mtp(plan: ModulePlan, folder: Path, layout: str) -> dict[str, str]:

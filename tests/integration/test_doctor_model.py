@@ -10,6 +10,7 @@ import pytest
 
 import tiny
 import tiny_gguf
+import tiny_hybrids
 
 PARAMETERS = sum(parameter.numel() for parameter in tiny.original("phi3-long").parameters())
 
@@ -40,6 +41,15 @@ def test_the_table_names_format_layers_parameters_and_memory(outrider, tmp_path:
     assert "format safetensors, F32" in words
     assert "for the weights" in words and "for each 1000 tokens" in words
     assert "heads that fit none ships" in words and "runs yes" in words
+
+
+def test_a_models_own_mtp_module_is_named(outrider, tmp_path: Path) -> None:
+    folder = tiny_hybrids.multimodal("qwen3.5", tmp_path / "model")
+    found = examined(outrider, folder)
+    assert found["problem"] is None and found["heads"] == ["mtp"]
+    assert "heads that fit mtp" in " ".join(outrider("doctor", "-m", folder).stdout.split())
+    head = json.loads(outrider("doctor", "--head", folder, "-m", folder, "--json").stdout)
+    assert head["head"]["layout"] == "Qwen" and "with gates" in head["head"]["attention"]
 
 
 def changed(tmp_path: Path, **keys: object) -> Path:

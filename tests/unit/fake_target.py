@@ -99,7 +99,7 @@ class Stage:
 
     def run(self, rows: list[tuple[list[int], int, list[int]]]) -> tuple[Tensor, Tensor | None]:
         states, aux_hidden = self.model.forward(
-            tiny.batch(rows, SIZE), self.pages.layers, self.proposer.needs.aux_layers
+            tiny.batch(rows, SIZE), self.pages.storages, self.proposer.needs.aux_layers
         )
         return self.model.logits(states), torch.cat(aux_hidden, 1) if aux_hidden else None
 

@@ -319,7 +319,6 @@ BROKEN: dict[str, tuple[Edit, str]] = {
     "experts": (lambda _, tensors: renamed(tensors, "mlp.up_proj", "mlp.experts.0.up_proj"), "a mixture of experts"),
     "linear attention": (lambda _, tensors: renamed(tensors, "self_attn", "linear_attn"), "have linear attention"),
     "a gate": (lambda config, _: config.update(attn_output_gate=True), "`attn_output_gate`"),
-    "half turned": (lambda config, _: config.update(partial_rotary_factor=0.5), "`partial_rotary_factor` is 0.5"),
     "no block": (
         lambda _, tensors: [tensors.pop(name) for name in list(tensors) if "self_attn.q_proj" in name],
         "lack a block",

@@ -19,6 +19,7 @@ from ..device import choose_backend
 from ..errors import UserError
 from ..models import read_config
 from ..speculation.auto import choose
+from ..speculation.checkpoints import has_modules
 from ..tokenizer import Tokenizer
 from ..weights import Checkpoint
 from ..weights.checkpoint import map_file
@@ -107,7 +108,7 @@ def _describe_files(name: str, path: Path) -> dict[str, Any]:
             "kv_bytes_per_1k_tokens_int8": quantized * TOKENS,
             "kv_dtype": dtype,
         },
-        "heads": list(shipped.methods_for(name)),
+        "heads": [*shipped.methods_for(name), *(["mtp"] if has_modules(path) else [])],
         "drafter": _drafter(name),
     }
 

@@ -20,6 +20,7 @@ from ..kernels import AttentionWeights, Batch, Kernels, LayerPages
 from . import layers
 from .config import ModelConfig
 from .decoder import Model
+from .experts import moe
 from .layers import ModelCheckpoint, RopeTables, WeightReader
 
 FIRST = "model.layers.0."
@@ -156,10 +157,17 @@ class HeadLayers(Generic[StorageT]):
     ) -> None:
         self.ops, self.pages, self.begin = ops, pages, begin
         self.pairs = [
-            (ops.attention_layer(attention), ops.mlp_layer(layers.mlp(config, reader, layer)))
+            (ops.attention_layer(attention), self._perceptron(config, reader, layer))
             for layer, attention in enumerate(attentions)
         ]
         self._cached: tuple[Sequence[LayerPages], object] | None = None
+
+    def _perceptron(self, config: ModelConfig, reader: WeightReader, layer: int) -> object:
+        """Return the MLP of a layer, or its mixture of experts."""
+        experts = config.experts
+        if experts is not None and experts.layers[layer]:
+            return self.ops.moe_layer(moe(config, experts, reader, layer))
+        return self.ops.mlp_layer(layers.mlp(config, reader, layer))
 
     def run(self, x: Tensor, batch: Batch) -> None:
         """Run x [T, H] through the layers from `begin` on, in place."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -19,9 +20,10 @@ from ...errors import UserError
 from ...kernels import Weight
 from ...kernels.quantization import FORMATS
 from ...models.fields import ConfigFields
+from ...models.layers import MTP_MODULE
 from ...weights import locate
 from ...weights.checkpoint import read_json
-from ...weights.hf_folder import read_index, single_file
+from ...weights.hf_folder import normalize, read_index, single_file
 from ...weights.quantized import QuantizedMatrix, join, read_settings
 from ...weights.random import HOST, is_random, open_random_head
 
@@ -197,6 +199,13 @@ def open_folder(path: Path) -> Folder:
     return arrange(path, mask | read_json(path / "config.json"), _read_tensors(path) | found)
 
 
+def has_modules(path: Path) -> bool:
+    """Return whether the checkpoint of a model contains MTP modules. GGUF files are read without theirs."""
+    if not path.is_dir() or not list(path.glob("*.safetensors")):
+        return False
+    return any(MTP_MODULE.match(name) for file in _files(path) for name in _names(path / file))
+
+
 def arrange(path: Path, config: dict[str, Any], found: dict[str, Tensor]) -> Folder:
     """Flatten a head's config.json and rename its tensors to our names."""
     for nest in ("transformer_layer_config", "model"):
@@ -204,9 +213,6 @@ def arrange(path: Path, config: dict[str, Any], found: dict[str, Tensor]) -> Fol
             config = config | config[nest]
     if not isinstance(config.get("eagle_config") or {}, dict):
         raise UserError(f"`{path}` says `eagle_config` is {config['eagle_config']!r}: expected keys and values")
-    for name in ("vision_config", "audio_config", "image_token_id", "image_token_index"):
-        if config.get(name) is not None:
-            raise UserError(f"`{path}` is for a model that reads more than text (`{name}`): take a head for text alone")
     tensors: dict[str, Held | QuantizedMatrix] = {}
     for name, tensor in _joined(path, config, found).items():
         for pattern, replacement in RENAMED:
@@ -221,8 +227,17 @@ def arrange(path: Path, config: dict[str, Any], found: dict[str, Tensor]) -> Fol
             "head has: fetch it again"
         )
     tensors, modules = _find_modules(tensors)  # before the loading: modules may lie beside a whole model
+    if modules is not None:
+        config = normalize(config)  # modules of a multimodal model draft text
+    _refuse_multimodal(path, config)
     held = {name: _loaded(tensor) for name, tensor in tensors.items()}
     return Folder(path, config, _split(_sorted_vocabulary(held), config), ignored, modules)
+
+
+def _refuse_multimodal(path: Path, config: Mapping[str, Any]) -> None:
+    for name in ("vision_config", "audio_config", "image_token_id", "image_token_index"):
+        if config.get(name) is not None:
+            raise UserError(f"`{path}` is for a model that reads more than text (`{name}`): take a head for text alone")
 
 
 def _joined(path: Path, config: dict[str, Any], found: dict[str, Tensor]) -> dict[str, Held | QuantizedMatrix]:
@@ -286,13 +301,29 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     if pickled is not None and not list(path.glob("*.safetensors")):
         return _read_pickled(pickled)
     tensors: dict[str, Tensor] = {}
-    for file in sorted(set(read_index(path).values())) or [single_file(path)]:
-        try:
-            with safe_open(path / file, framework="pt") as shard:
-                tensors |= {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118 (no mapping)
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"`{path / file}` is no usable safetensors file ({error}): fetch it again") from None
+    for file in _files(path):
+        with _opened(path / file) as shard:
+            tensors |= {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118 (no mapping)
     return tensors
+
+
+def _files(path: Path) -> list[str]:
+    return sorted(set(read_index(path).values())) or [single_file(path)]
+
+
+def _names(file: Path) -> list[str]:
+    with _opened(file) as shard:
+        return list(shard.keys())
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """Open a safetensors file; refuse a damaged one."""
+    try:
+        with safe_open(file, framework="pt") as shard:
+            yield shard
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"`{file}` is no usable safetensors file ({error}): fetch it again") from None
 
 
 def _read_pickled(file: Path) -> dict[str, Tensor]:

@@ -337,7 +337,12 @@ def _part(name: str) -> str:
 
 def _layers(layers: ModelConfig) -> Iterator[tuple[str, str]]:
     heads = f"{layers.heads} heads of {layers.head_dim}, {layers.kv_heads} for keys"
-    yield "layers", f"{layers.layers}, each with {heads}, MLP {layers.mlp_width} wide"
+    experts = layers.experts
+    inner = f"MLP {layers.mlp_width} wide"
+    if experts is not None:
+        inner = f"{experts.count} experts {experts.width} wide, {experts.top_k} for each token"
+    yield "layers", f"{layers.layers}, each with {heads}, {inner}"
+    yield from _attention(layers)
     biases = {"attention": layers.qkv_bias, "its output": layers.output_bias, "MLP": layers.mlp_bias}
     if layers.head_norms:
         yield "head norms", "on queries and keys"
@@ -345,6 +350,18 @@ def _layers(layers: ModelConfig) -> Iterator[tuple[str, str]]:
         yield "biases", ", ".join(part for part, there in biases.items() if there)
     if any(layers.windows):
         yield "windows", _list([str(window) if window else "all" for window in layers.windows])
+
+
+def _attention(layers: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Describe gates and rotary embedding if they differ from Llama's."""
+    rope = next(iter(layers.ropes), None)
+    parts = ["with gates"] if layers.gated_attention else []
+    if rope is not None and rope.dims:
+        parts.append(f"{rope.dims} of {layers.head_dim} dimensions rotate")
+    if rope is not None and rope.kind != "default":
+        parts.append(f"{rope.kind} rope")
+    if parts:
+        yield "attention", ", ".join(parts)
 
 
 def _made_for(config: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from ...errors import UserError
 from ...models import ModelConfig, read_config
 from ...models.block_head import CONFIDENCE, MARKOV, MASK_EMBEDDING, BlockShape, evenly_spaced_layers
-from ...models.config import MAX_LAYERS
+from ...models.config import ARCHITECTURES, MAX_LAYERS, Architecture
 from ...models.fields import ConfigFields, positive
 from ...models.heads import EagleShape, MedusaShape, ModuleShape
 from .folder import PICKLED, Folder
@@ -51,25 +51,30 @@ def layer_count(folder: Folder) -> int:
     return ConfigFields({"num_hidden_layers": last + 1}, {}).count("num_hidden_layers", most=MAX_LAYERS)
 
 
-def decoder(folder: Folder, kind: str) -> ModelConfig:
-    """Read the layers as Llama's; they have biases and head norms if the tensors exist."""
+def decoder(folder: Folder, kind: str, model_type: str = "llama") -> ModelConfig:
+    """Read the layers as those of an architecture; they have biases, norms, gates and experts if the tensors exist."""
     tensors, first = folder.tensors, "model.layers.0."
     count = layer_count(folder)
     config = {"max_position_embeddings": 1, "vocab_size": 1} | folder.config
-    config |= {"model_type": "llama", "num_hidden_layers": count, "tie_word_embeddings": False}
+    config |= {"model_type": model_type, "num_hidden_layers": count, "tie_word_embeddings": False}
     heads = config.get("num_attention_heads")
     if config.get("head_dim") is None and isinstance(heads, int) and heads > 0:
         config["head_dim"] = tensors[QUERY].shape[0] // heads
     layers = read_config(config)
     # Checked before rope tables of that size are allocated.
-    if layers.heads * layers.head_dim != tensors[QUERY].shape[0]:
+    rows, queries = tensors[QUERY].shape[0], layers.heads * layers.head_dim
+    gated = layers.gated_attention and rows == 2 * queries
+    if rows != queries and not gated:
         raise UserError(
-            f"the queries of `{folder.path}` have {tensors[QUERY].shape[0]} rows, but its configuration says "
+            f"the queries of `{folder.path}` have {rows} rows, but its configuration says "
             f"{layers.heads} heads of {layers.head_dim}: config and weights are not of the same head"
         )
     return replace(
         layers,
         architecture=kind,
+        gated_attention=gated,
+        recurrent=None,
+        experts=layers.experts if first + "mlp.gate.weight" in tensors else None,
         windows=windows(config, count),
         head_norms=first + "self_attn.q_norm.weight" in tensors,
         qkv_bias=first + "self_attn.q_proj.bias" in tensors,
@@ -266,9 +271,9 @@ MODULE_VARIANTS = {
 # Parts of a block that are not supported: pattern of the tensor names, description.
 UNSUPPORTED_PARTS = (
     (re.compile(r"\.kv_a_proj|\.kv_b_proj|\.q_a_proj"), "attention over compressed keys (MLA)"),
-    (re.compile(r"\.mlp\.(experts|gate|shared_experts?)\."), "a mixture of experts"),
     (re.compile(r"\.linear_attn\."), "linear attention"),
 )
+EXPERTS = re.compile(r"\.mlp\.(experts|gate|shared_experts?)\.")
 
 
 def read_mtp(folder: Folder) -> ModuleShape | None:
@@ -280,7 +285,7 @@ def read_mtp(folder: Folder) -> ModuleShape | None:
     # speculators uses the names of MiMo, but computes as Qwen.
     alone = folder.config.get("speculators_model_type") == "mtp"
     naming = "speculators" if alone else folder.modules.naming
-    layers = decoder(Folder(folder.path, without_layer_types(folder), folder.tensors), "mtp")
+    layers = module_layers(folder)
     return ModuleShape(
         kind="mtp",
         layout=naming,
@@ -305,27 +310,35 @@ def read_mtp(folder: Folder) -> ModuleShape | None:
     )
 
 
-def without_layer_types(folder: Folder) -> dict[str, object]:
-    """Return the configuration without the `layer_types` of the model: a module has full attention."""
-    return {key: value for key, value in folder.config.items() if key != "layer_types"}
+def module_layers(folder: Folder) -> ModelConfig:
+    """Read the layers of modules: full attention; experts, gates and partial rotary as in the model they belong to."""
+    own = own_architecture(folder)
+    config = {key: value for key, value in folder.config.items() if key != "layer_types"}
+    if own is None:
+        return decoder(replace(folder, config=config), "mtp")
+    # All modules have what the tensors of the first have, whatever the layers of the model have.
+    config |= {"layer_types": ["full_attention"] * layer_count(folder), "mlp_only_layers": [], "decoder_sparse_step": 1}
+    return decoder(replace(folder, config={**(own.defaults or {}), **config}), "mtp", str(config["model_type"]))
+
+
+def own_architecture(folder: Folder) -> Architecture | None:
+    """Return the architecture of the model if its modules have more than a Llama layer has: Qwen's with experts."""
+    found = ARCHITECTURES.get(str(folder.config.get("model_type")))
+    return found if found is not None and found.experts == "sparse" else None
 
 
 def refuse_unsupported_modules(folder: Folder) -> None:
     """Refuse modules with parts that are not supported."""
+    own = own_architecture(folder)
+    unsupported = UNSUPPORTED_PARTS if own is not None else (*UNSUPPORTED_PARTS, (EXPERTS, "a mixture of experts"))
     for name in folder.tensors:
-        for pattern, called in UNSUPPORTED_PARTS:
+        for pattern, called in unsupported:
             if pattern.search(name):
                 raise UserError(
                     f"the modules of `{folder.path}` have {called}, which is not supported (`{name}`): "
                     "speculate without them, by `ngram` or `suffix`"
                 )
-    part = folder.config.get("partial_rotary_factor") or 1.0
-    if part != 1.0:
-        raise UserError(
-            f"the modules of `{folder.path}` rotate a part of each head (`partial_rotary_factor` is {part}), "
-            "which is not supported: speculate without them, by `ngram` or `suffix`"
-        )
-    if folder.config.get("attn_output_gate"):
+    if folder.config.get("attn_output_gate") and (own is None or not own.gated_attention):
         raise UserError(
             f"the modules of `{folder.path}` gate their attention (`attn_output_gate`), which is not supported: "
             "speculate without them, by `ngram` or `suffix`"

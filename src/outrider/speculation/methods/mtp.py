@@ -9,7 +9,7 @@ from ...cache.pages import Pages
 from ...errors import UserError
 from ...models.heads import EagleHead, ModuleChain
 from ...weights import locate
-from ..checkpoints import Head, choose_aux_layers, choose_source, open_folder, open_head
+from ..checkpoints import Head, choose_aux_layers, choose_source, has_modules, open_head
 from ..drafters.autoregressive import Autoregressive
 from ..interface import Target, TreeOptions
 
@@ -23,7 +23,7 @@ class Options(TreeOptions):
 
 def build(options: Options, target: Target) -> Autoregressive:
     options.check_tree()
-    own = not options.model and has_own(target.source)
+    own = not options.model and has_modules(locate(target.source))
     source = target.source if own else choose_source(options.model, "mtp", target, lacking(target.source))
     head = open_head(source, target.model.config, "mtp")
     check(head, options, target)
@@ -43,11 +43,6 @@ def build_module(head: Head, index: int, target: Target, quantize: str | None) -
     states = {0: shape.target_width, 1: target.page_size * (shape.modules - 1) * shape.width}.get(index, 0)
     pages = target.storage(1, layers.kv_heads, layers.head_dim, target.kv_dtype, states)
     return EagleHead(head.module(index), target.model, pages, target.max_context, quantize, first=index + 1)
-
-
-def has_own(source: str) -> bool:
-    path = locate(source)
-    return path.is_dir() and open_folder(path).modules is not None
 
 
 def lacking(source: str) -> str:

@@ -1,0 +1,31 @@
+"""The laws over hybrid models that speculate with the MTP modules of their own checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import tiny_hybrids
+from laws.mix import MIX, PROMPT, check, interrupted, plain, visible
+
+NAMES = ("greedy", "warm", "stops", "two", "beside")
+DRAFTS = ("width=3", "width=3,draft=probabilistic", "width=8,branches=3")
+
+
+@pytest.fixture(scope="module", params=tiny_hybrids.TARGETS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_hybrids.inside(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("options", [{}, {"max_step_tokens": 7, "cache_tokens": 16 * 9}], ids=["all", "few"])
+def test_no_draft_changes_a_text(tiny_llm, folder: Path, draft: str, options: dict[str, int]) -> None:
+    llm = tiny_llm(folder, speculate=f"mtp:adaptive=false,{draft}", **options)
+    texts = tiny_llm(folder).generate([PROMPT] * len(NAMES), [plain(MIX[name]) for name in NAMES])
+    expected = dict(zip(NAMES, map(visible, texts), strict=True))
+    outputs = check(llm, expected, NAMES)
+    spec_stats = [output.stats.speculation for output in outputs]
+    assert 0 < sum(each.accepted for each in spec_stats) < sum(each.drafted for each in spec_stats)
+    assert visible(interrupted(llm, MIX["warm"], {2, 3, 6})) == expected["warm"]
