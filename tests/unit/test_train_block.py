@@ -203,7 +203,7 @@ def test_loss_and_gradients_are_those_of_one_block_at_a_time(name: str) -> None:
 # ---- the engine's heads ----
 
 
-@pytest.mark.parametrize("target", ["llama", "gemma3", "qwen3", "llama3-rope"])
+@pytest.mark.parametrize("target", ["llama", "gemma3", "qwen3", "llama3-rope", "phi3", "qwen2-yarn"])
 @pytest.mark.parametrize(
     "name", ["plain", "in its place", "dflash", "no bias", "some tokens", "some tokens, head learnt"]
 )

@@ -128,7 +128,9 @@ def test_packing_does_not_change_the_sums() -> None:
     assert unrolled.close(overlap, whole.overlap)
 
 
-@pytest.mark.parametrize("target", ["llama", "llama3-rope", "linear-rope", "qwen3", "gemma3"])
+@pytest.mark.parametrize(
+    "target", ["llama", "llama3-rope", "linear-rope", "qwen3", "gemma3", "phi3-long", "qwen2-yarn"]
+)
 def test_the_engine_drafts_what_was_trained(target: str, tmp_path: Path) -> None:
     draft_head, outputs = make(target, layers=2, head_norms=target == "qwen3")
     model = unrolled.model(target)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -186,12 +186,14 @@ def _yarn_frequencies(plain: Tensor, rope: Rope, dims: int) -> Tensor:
     return plain / rope.factor * (1 - kept) + plain * kept  # rounded as in transformers
 
 
-def cos_sin_tables(rope: Rope, head_dim: int, positions: int, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def cos_sin_tables(
+    rope: Rope, head_dim: int, positions: int, factors: Tensor | None = None, context: int = 0
+) -> tuple[Tensor, Tensor]:
     """Return cosines and sines, [positions, D / 2] f32 each.
 
-    factors [D / 2] divide the frequencies (rope_freqs of GGUF).
+    factors [D / 2] divide the frequencies (rope_freqs of GGUF). context: by which LongRoPE chooses; 0: `positions`.
     """
-    rates = rope_frequencies(rope, head_dim, positions)
+    rates = rope_frequencies(rope, head_dim, context or positions)
     if factors is not None:
         rates = rates / factors
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * rates
@@ -201,6 +203,13 @@ def cos_sin_tables(rope: Rope, head_dim: int, positions: int, factors: Tensor | 
         cos[:, :rotated] *= rope.attention_factor
         sin[:, :rotated] *= rope.attention_factor
     return cos, sin
+
+
+def fit_rope(rope: Rope, head_dim: int, other: int) -> Rope | None:
+    """Return a rope of heads of `head_dim` dimensions for heads of `other`; None: LongRoPE has factors for one size."""
+    if head_dim == other or not (rope.dims or rope.short):
+        return rope
+    return None if rope.short else replace(rope, dims=2 * (rope.dims * other // head_dim // 2))
 
 
 def rotary_order(rope: Rope | None, head_dim: int) -> list[int] | None:

@@ -23,6 +23,7 @@ from ...errors import UserError
 from ...kernels import Weight
 from ...models import Model, ModelConfig
 from ...models.heads import HeadShape
+from ...models.rope import fit_rope
 from ...weights.random import HOST
 from ..interface import Target
 from .folder import Folder, Held, Packed, module_tensors, open_source
@@ -51,6 +52,7 @@ METHODS = {  # published names of the kinds of heads
     "dflash": "DFlash",
     "dspark": "DSpark",
 }
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")  # of a configuration
 COMMON = {field.name for field in fields(HeadShape)}  # described explicitly; the fields of one kind are listed by name
 TRAINED = ("eagle3", "dflash", "dspark", "medusa", "mtp", "draft_model")  # methods of `outrider train`
 
@@ -171,12 +173,29 @@ def read_head(folder: Folder, target: ModelConfig | None = None, method: str | N
             raise UserError(
                 f"`{path}` stores the tensor `{name}` as {tensor.dtype}: expected {', '.join(KINDS.values())}"
             )
+    if target is not None and not any(key in folder.config for key in ROPE_KEYS):
+        shape = _with_rope_of(shape, target, path)
     ids = _draft_ids(folder, target)
     rows = None if ids is None else len(ids)
     head = Head(path, replace(shape, draft_vocabulary=rows), folder.config, tensors, ids, ignored=folder.ignored)
     if target is not None:
         _check(head, target)
     return head
+
+
+def _with_rope_of(shape: HeadShape, target: ModelConfig, path: Path) -> HeadShape:
+    """Return a shape with the target's rope, for a head whose configuration states none."""
+    layers: ModelConfig | None = getattr(shape, "layers", None)
+    rope = next((rope for rope in target.ropes if rope is not None), None)
+    if layers is None or rope is None:
+        return shape
+    fitting = fit_rope(rope, target.head_dim, layers.head_dim)
+    if fitting is None:
+        raise UserError(
+            f"`{path}` states no rope, and that of the target ({rope.kind}) is for heads of {target.head_dim} "
+            f"dimensions, not {layers.head_dim}: state `rope_theta` and `rope_scaling` in its config.json"
+        )
+    return replace(shape, layers=replace(layers, ropes=(fitting,) * layers.layers))  # type: ignore[call-arg]
 
 
 def choose_aux_layers(head: Head, target: Model, chosen: tuple[int, ...] = ()) -> tuple[int, ...]:

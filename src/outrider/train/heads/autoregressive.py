@@ -98,7 +98,7 @@ class AutoregressiveHead(DraftHead):
         self.register_buffer("ids", ids)
         self.layers = nn.ModuleList([first, *(CausalLayer(shape) for _ in range(unroll.layers - 1))])
         self.norm: nn.Module = Norm(shape.width, shape.eps)  # before lm_head
-        self.rotary = Rotary(shape.rope, shape.head_dim, positions)
+        self.rotary = Rotary(shape, positions)
 
     @property
     def draft_ids(self) -> Tensor | None:

@@ -135,7 +135,7 @@ class BlockDraftHead(DraftHead):
     def _build(self, positions: int) -> None:
         options, shape = self.options, self.shape
         width, rank = shape.width, options.markov_rank
-        self.rotary = Rotary(shape.rope, shape.head_dim, positions + options.block)  # blocks may pass the end
+        self.rotary = Rotary(shape, positions + options.block)  # blocks may pass the end
         self.register_buffer("tap_scales", torch.zeros(len(self.aux_layers)))  # deprecated alias of aux_scales
         self.fc = nn.Linear(len(self.aux_layers) * width, width, bias=False)
         self.hidden_norm = Norm(width, shape.eps)

@@ -5,7 +5,7 @@ Shapes: N sampled positions of a pack, H the hidden size, V the target's vocabul
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from ..losses import Loss, score
 from ..target import TargetInfo, TargetOutputs
 from .autoregressive import CausalLayer, UnrolledKV
 from .base import DraftHead, DraftVocabulary, StepResult, check_at_least, check_share
-from .layers import LayerShape, Norm, Rotary, causal_ranges, first_rope, layer_keys, layer_shape, to_autocast
+from .layers import LayerShape, Norm, Rotary, causal_ranges, layer_keys, layer_shape, plain_rope, to_autocast
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class DraftModelHead(DraftHead):
         self.vocab = DraftVocabulary(target_info, options.draft_vocabulary)
         self.register_buffer("own_ids", own_ids(self.vocab, target_info.token_counts), persistent=False)
         self.shape = model_shape(target_info, options)
-        self.rotary = Rotary(self.shape.rope, self.shape.head_dim, positions)
+        self.rotary = Rotary(self.shape, positions)
         table = target_info.embedding.detach() / target_info.config.embedding_scale
         table = self.vocab.select(table if options.copied else projected_embedding(target_info, options))
         self.embed_tokens = nn.Embedding(len(table), self.shape.width, _weight=table.clone())
@@ -132,8 +132,9 @@ def rarest_draft_token(ids: Tensor, token_counts: Tensor) -> int:
 
 def model_shape(target_info: TargetInfo, options: Options) -> LayerShape:
     """Return the shape of the layers, with the rope of the target's first layer that has one."""
+    rope = plain_rope(target_info.config)
     if options.copied:
-        return layer_shape(target_info.config, 0, head_norms=False)
+        return replace(layer_shape(target_info.config, 0, head_norms=False), rope=rope)
     return LayerShape(
         width=options.width,
         heads=options.heads,
@@ -141,7 +142,8 @@ def model_shape(target_info: TargetInfo, options: Options) -> LayerShape:
         head_dim=options.width // options.heads,
         mlp_width=options.mlp_width,
         eps=target_info.config.eps,
-        rope=first_rope(target_info.config),
+        rope=rope,
+        context=target_info.config.context,
     )
 
 

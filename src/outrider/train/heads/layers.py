@@ -14,13 +14,13 @@ from torch.nn import functional
 
 from ...kernels.structures import AttentionRanges
 from ...models import ModelConfig
-from ...models.rope import Rope, cos_sin_tables
+from ...models.rope import Rope, cos_sin_tables, rotary_order
 
 HeadMatrix = Literal[
     "target", "copied", "trained"
 ]  # lm_head: the target's, a frozen copy of its rows, or a trained one
 
-KEPT_ROPES = ("default", "linear", "llama3")
+PLAIN_ROPES = ("default", "linear", "llama3")
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class LayerShape:
     mlp_width: int
     eps: float
     rope: Rope
+    context: int  # positions of the target, by which LongRoPE chooses its factors
     head_norms: bool = False
 
 
@@ -45,14 +46,20 @@ def layer_shape(config: ModelConfig, mlp_width: int, head_norms: bool) -> LayerS
         mlp_width=mlp_width or config.mlp_width,
         eps=config.eps,
         rope=first_rope(config),
+        context=config.context,
         head_norms=head_norms,
     )
 
 
 def first_rope(config: ModelConfig) -> Rope:
-    """Return the target's rope. A head has whole rotary heads, without YaRN and LongRoPE, which it does not need."""
-    rope = next((rope for rope in config.ropes if rope is not None), Rope(10_000.0))
-    return replace(rope, dims=0) if rope.kind in KEPT_ROPES else Rope(rope.theta)
+    """Return the target's rope."""
+    return next((rope for rope in config.ropes if rope is not None), Rope(10_000.0))
+
+
+def plain_rope(config: ModelConfig) -> Rope:
+    """Return the target's rope for a model that rotates whole heads, without YaRN and LongRoPE."""
+    rope = first_rope(config)
+    return replace(rope, dims=0) if rope.kind in PLAIN_ROPES else Rope(rope.theta)
 
 
 def layer_keys(shape: LayerShape, layers: int, target: ModelConfig) -> dict[str, Any]:
@@ -70,21 +77,31 @@ def layer_keys(shape: LayerShape, layers: int, target: ModelConfig) -> dict[str,
         "max_position_embeddings": target.context,
         "vocab_size": target.vocabulary,
         "tie_word_embeddings": False,
-        **rope_keys(shape.rope),
+        **rope_keys(shape.rope, shape.head_dim),
     }
 
 
-def rope_keys(rope: Rope) -> dict[str, Any]:
+def rope_keys(rope: Rope, head_dim: int) -> dict[str, Any]:
+    """Return the keys of config.json that describe a rope."""
+    found: dict[str, Any] = {"rope_theta": rope.theta}
+    if rope.dims:
+        found["partial_rotary_factor"] = rope.dims / head_dim
     if rope.kind == "default":
-        return {"rope_theta": rope.theta}
-    scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
+        return found
+    scaling: dict[str, Any] = {"rope_type": rope.kind}
+    if rope.kind != "linear":
+        scaling["original_max_position_embeddings"] = rope.original_context
     if rope.kind == "llama3":
-        scaling |= {
-            "low_freq_factor": rope.low,
-            "high_freq_factor": rope.high,
-            "original_max_position_embeddings": rope.original_context,
-        }
-    return {"rope_theta": rope.theta, "rope_scaling": scaling}
+        scaling |= {"factor": rope.factor, "low_freq_factor": rope.low, "high_freq_factor": rope.high}
+    elif rope.kind == "yarn":
+        scaling |= {"factor": rope.factor, "beta_slow": rope.low, "beta_fast": rope.high, "truncate": rope.truncate}
+    elif rope.kind == "longrope":
+        scaling |= {"short_factor": list(rope.short), "long_factor": list(rope.long)}
+    else:
+        scaling["factor"] = rope.factor
+    if rope.kind in ("yarn", "longrope"):
+        scaling["attention_factor"] = rope.attention_factor
+    return found | {"rope_scaling": scaling}
 
 
 class Norm(nn.Module):
@@ -103,16 +120,17 @@ class Rotary(nn.Module):
     cos: Tensor  # [positions, D / 2]
     sin: Tensor
 
-    def __init__(self, rope: Rope, head_dim: int, positions: int) -> None:
+    def __init__(self, shape: LayerShape, positions: int) -> None:
         super().__init__()
-        cos, sin = cos_sin_tables(rope, head_dim, positions)
+        self.order = rotary_order(shape.rope, shape.head_dim)  # of dimensions, the same in queries and keys
+        cos, sin = cos_sin_tables(shape.rope, shape.head_dim, positions, context=shape.context)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate x [..., N, heads, D] by its positions [..., N]."""
         cos, sin = self.cos[positions][..., None, :].to(x.dtype), self.sin[positions][..., None, :].to(x.dtype)
-        left, right = x.chunk(2, -1)
+        left, right = (x if self.order is None else x[..., self.order]).chunk(2, -1)
         return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
 
 

@@ -180,8 +180,9 @@ def _layers(head: Head, config: Mapping[str, Any], target_info: TargetInfo) -> d
 def _rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rope under the keys of current and of older transformers versions."""
     theta, scaling = config.get("rope_theta", 10_000.0), config.get("rope_scaling") or {}
-    older = {"rope_theta": theta} | ({"rope_scaling": scaling} if scaling else {})
-    return older | {"rope_parameters": {"rope_type": "default", **scaling, "rope_theta": theta}}
+    part = {"partial_rotary_factor": config["partial_rotary_factor"]} if config.get("partial_rotary_factor") else {}
+    older = {"rope_theta": theta, **part} | ({"rope_scaling": scaling} if scaling else {})
+    return older | {"rope_parameters": {"rope_type": "default", **scaling, "rope_theta": theta, **part}}
 
 
 def _with_embeddings(head: Head, target_info: TargetInfo) -> dict[str, Tensor]:
