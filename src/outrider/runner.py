@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from .single_row import SingleRowStep
 from .speculation.manager import AuxStates, RowOutcome, SpeculationManager
 from .types import Draft, SamplingParams, TokenLogprobs
 
+CONTEXT = 1024  # tokens of the context at which a step is measured at start-up: enough to stand out from noise
 MAX_SHAPES = 256  # batch shapes whose buffers are kept; beyond that all are freed
 
 
@@ -288,9 +289,21 @@ class Runner:
         for width in run_widths(most):
             # Different tokens: rows of the same token would choose the same experts, and cost less than others.
             draft = Draft([(1 + index) % self.model.config.vocabulary for index in range(width)]) if width else None
-            for _ in range(2):  # the first step of a shape may be recorded, and is not measured then
-                self.step(Step([Row(request, 1, [0], sample=True, draft=draft)]))
+            for drafted in (draft, draft, None):  # the first step of a shape may be recorded, and is not measured then
+                self.step(Step([Row(request, 1, [0], sample=True, draft=drafted)]))
+        self.spec_manager.controller.latency.context_cost = self._context_cost(min(CONTEXT, positions - 1))
         self.spec_manager.profile()
+
+    def _context_cost(self, context: int) -> float:
+        """Return what each token of the context adds to a step, in proportion to a step with an empty context."""
+        request = Request("warm-up", [0], SamplingParams(temperature=0), 0, max_length=context + 1)
+        request.pages = list(range(-(-(context + 1) // self.page_size)))
+        seconds: dict[int, list[float]] = {0: [], context: []}
+        for _, start in product(range(4), seconds):
+            started = time.perf_counter()
+            if not self._run_target([Row(request, start, [0], sample=True)], ()).recorded:
+                seconds[start].append(time.perf_counter() - started)
+        return max(min(seconds[context]) / min(seconds[0]) - 1, 0.0) / context  # interruptions only lengthen steps
 
     def profile_run(self, tokens: int, rows: int) -> None:
         """Run the largest steps, to measure their memory: a prompt of `tokens`, and `rows` rows that sample a token.

@@ -103,6 +103,29 @@ def test_a_step_costs_by_batch_size_and_rows() -> None:
     assert latency.table(4, 3) == pytest.approx([latency.seconds(4, drafted) for drafted in range(4)])
 
 
+def test_steps_with_drafts_that_were_measured_on_a_faster_machine_do_not_look_cheap_later() -> None:
+    latency = LatencyModel()
+    for drafted in (0, 1, 3, 0, 0, 0, 0):
+        latency.observe(1, drafted, 1 + 0.4 * drafted)
+    for slower in (3.0, 1.0, 2.0):
+        for step in range(8):
+            latency.observe(1, 0, 20.0 if step == 6 else slower)  # one was interrupted
+        assert latency.slowdown == pytest.approx(slower)
+        assert latency.table(1, 3) == pytest.approx([1, 1.4, 1.8, 2.2])
+    for _ in range(20):
+        latency.observe(1, 3, 2 * 1.6)
+    assert latency.seconds(1, 3) == pytest.approx(1.6), "a step with drafts is compared with those beside it"
+
+
+def test_long_contexts_are_no_slower_machine() -> None:
+    latency = LatencyModel()
+    latency.context_cost = 0.001
+    for context in (0, 1000, 200):
+        for drafted in (0, 0, 0, 1):
+            latency.observe(1, drafted, (1 + 0.4 * drafted) * (1 + 0.001 * context), context)
+        assert latency.slowdown == pytest.approx(1) and latency.table(1, 1) == pytest.approx([1, 1.4])
+
+
 # ---- acceptance model ----
 
 
@@ -267,6 +290,18 @@ def test_other_requests_of_the_step_make_a_second_worth_more() -> None:
         teach(controller, one, 4, 4)
         assert usual_plan(controller, one, 4, others=3) == expected
         assert usual_trim(controller, one, draft, others=3) == expected
+
+
+@pytest.mark.parametrize("slower", [0.5, 2.0, 4.0])
+def test_drafts_that_do_not_pay_are_not_made_after_the_machine_became_slower(slower: float) -> None:
+    controller, one = measured(0.4, drafting=0.3), request()
+    teach(controller, one, 1, 0)
+    for _ in range(60):
+        controller.latency.observe(1, 0, slower)
+    assert usual_plan(controller, one, 8) == 0
+    easy = request()
+    teach(controller, easy, 8, 8)
+    assert usual_plan(controller, easy, 8) == 8
 
 
 def test_exploration_goes_on_for_ever_and_costs_less_than_a_hundredth() -> None:

@@ -66,7 +66,7 @@ class RunPlanner:
         self.controller.multi_step.add(name)
         spans = [later.since(earlier) for earlier, later in pairwise(fences)]
         self.controller.latency.observe(batch_size, batch_size * width, median(spans[::2]))
-        self.controller.draft_latency(name).observe(width, median(spans[1::2]))
+        self.controller.draft_latency(name).observe(width, median(spans[1::2]) / self.controller.latency.slowdown)
 
     def learn(
         self, name: str, rows: Sequence[Row], results: list[RowResult], width: int, fences: Sequence[Fence]

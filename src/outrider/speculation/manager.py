@@ -29,7 +29,6 @@ from .registry import available, build, drafts_from, find, members
 from .verifier import Verifier
 
 log = logging.getLogger(__name__)
-PLAIN_SAMPLING = 4  # one pass without drafts in this many is measured: there are many, and each takes 40 us to note
 # Share of the time that lookups take at last while they find nothing that pays. Pauses grow up to it by a step a call.
 # On SmolLM2-135M a lookup takes 4.5 % of a step. Replayed texts of ten prompt sets are 1.2 % faster than with a lookup
 # in each step, and the slowest set reaches 0.99 of plain decoding instead of 0.96 (docs/log.md, "Lookups that pause").
@@ -231,7 +230,7 @@ class SpeculationManager:
         self.max_width = 0  # limit on drafted tokens, of recurrent layers that keep their inputs; 0: none
         self._no_tokens = target.device.upload([], torch.int32)
         self._last_token = target.device.buffer(1, torch.int32)  # refilled by each call for one request
-        self._batch_size = self._passes = 0  # requests in the step; passes so far
+        self._batch_size = 0  # requests in the step
         self._catch_up = CatchUpBuffers(target.page_size)
         self._pauses: dict[Request, Pause] = {}  # of requests whose last lookup found nothing that pays
         self.captured_drafting: CapturedDrafting | None = None  # see `use`
@@ -347,15 +346,12 @@ class SpeculationManager:
         return seconds
 
     def observe(self, rows: Sequence[Row], seconds: float) -> None:
-        """Learn the latency of a target pass, except of prompts; rarely of one without drafts, once one is known."""
+        """Learn the latency of a target pass, except of prompts."""
         if not self.methods or not self.plan.adaptive or self.controller.multi_step:
             return
-        latency, drafted = self.controller.latency, sum(row.size for row in rows) - len(rows)
-        self._passes += 1
-        if self._passes % PLAIN_SAMPLING and not drafted and latency.covers(len(rows)):
-            return
         if all(len(row.tokens) == 1 for row in rows):
-            latency.observe(len(rows), drafted, seconds)
+            drafted, context = sum(row.size for row in rows) - len(rows), sum(row.start for row in rows) / len(rows)
+            self.controller.latency.observe(len(rows), drafted, seconds, context)
 
     # ---- one step ----
 
@@ -496,7 +492,7 @@ class SpeculationManager:
         latency, batch_size = self.controller.latency, self._batch_size
         if not latency.covers(batch_size):
             return
-        most = int(seconds / (LOOKUP_SHARE * latency.seconds(batch_size, 0)))
+        most = int(seconds / (LOOKUP_SHARE * latency.slowdown * latency.seconds(batch_size, 0)))
         for context, found, draft in zip(contexts, drafts, trimmed, strict=True):
             request = context.request
             if draft is not None or not self.adapts(request):

@@ -101,11 +101,11 @@ class AdaptiveController:
     def observe_draft(self, method: str, depth: int, seconds: float) -> None:
         """Learn that a call drafted `depth` tokens in `seconds`, unless multi-step runs are timed."""
         if method not in self.multi_step:
-            self.draft_latency(method).observe(depth, seconds)
+            self.draft_latency(method).observe(depth, seconds / self.latency.slowdown)
 
     def observe_reading(self, method: str, tokens: int, seconds: float) -> None:
         """Learn that a call read `tokens` of prompts in `seconds`."""
-        self._methods[method].reading.observe(tokens, seconds)
+        self._methods[method].reading.observe(tokens, seconds / self.latency.slowdown)
 
     def learn(self, request: Request, draft: Draft, path: Sequence[int]) -> None:
         """Learn that of a verified draft the tokens with the indices `path` were accepted."""
@@ -145,7 +145,8 @@ class AdaptiveController:
         verification = self.latency.seconds(batch_size, batch_size) - plain
         drafting = state.latency.seconds(2) - state.latency.seconds(1)
         speed, (first, second) = state.speed or 1 / plain, state.rates.acceptance(2)
-        return min(speed * verification, 1.0), min(speed * (verification + drafting) * first / second, 1.0), speed
+        continuation = min(speed * (verification + drafting) * first / second, 1.0)
+        return min(speed * verification, 1.0), continuation, speed / self.latency.slowdown
 
     def plan(self, requests: Sequence[Request], limits: Sequence[int], others: int = 0) -> list[int]:
         """Return how many tokens each request may draft, up to `limits`. others: requests of the step beside these."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 MEDIAN_OF = 15  # latest measurements of a count: more average out noise, fewer follow a machine that becomes slower
 DIGITS = 5  # binary digits of a count that are told apart: devices pad their rows, and few counts are measured often
 MIN_SECONDS = 1e-9  # avoids a division by zero
+RECENT = 5  # latest steps without drafts whose median is the speed of the machine: two of them may be far too long
 
 
 class LatencyCurve:
@@ -32,6 +33,10 @@ class LatencyCurve:
         samples.append(max(seconds, MIN_SECONDS))
         self._medians[key] = sorted(samples)[(len(samples) - 1) // 2]
         self._table = []
+
+    def num_measured(self, count: int) -> int:
+        """Return how many measurements of a count are kept."""
+        return len(self._samples.get(_round_up(count), ()))
 
     def copy(self, first: int) -> LatencyCurve:
         """Return a curve that has the same shape from `first` on, until it is measured itself."""
@@ -69,20 +74,40 @@ class LatencyCurve:
 
 
 class LatencyModel:
-    """Seconds of a target step: a curve by rows for each batch size; an unmeasured one goes by the nearest."""
+    """Seconds of a target step: a curve by rows for each batch size; an unmeasured one goes by the nearest.
+
+    Steps with drafts may be rare, and a machine becomes slower or faster between them, and with the length of texts.
+    So all measurements are divided by the slowdown at their time: seconds here are those of the machine as it was when
+    it was first measured, with an empty context.
+    """
 
     def __init__(self) -> None:
         self._curves: dict[int, LatencyCurve] = {}
+        self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT)  # steps without drafts: curve and seconds
+        self.context_cost = 0.0  # what each token of the context adds to a step, in proportion to an empty context
 
     def covers(self, batch_size: int) -> bool:
         """Return whether a step of this batch size was measured."""
         return _round_up(batch_size) in self._curves
 
-    def observe(self, batch_size: int, drafted: int, seconds: float) -> None:
+    @property
+    def slowdown(self) -> float:
+        """Return the latest seconds of steps without drafts, in proportion to the first ones."""
+        if not self._recent:
+            return 1.0
+        ratios = sorted(seconds / self._curves[key].seconds(key) for key, seconds in self._recent)
+        return ratios[(len(ratios) - 1) // 2]
+
+    def observe(self, batch_size: int, drafted: int, seconds: float, context: float = 0.0) -> None:
+        """Learn from a step. context: mean tokens before those of the step."""
         rows, key = batch_size + drafted, _round_up(batch_size)
+        seconds /= 1 + self.context_cost * context
         if not self.covers(batch_size):
             self._curves[key] = self._nearest(key).copy(rows) if self._curves else LatencyCurve()
-        self._curves[key].observe(rows, seconds)
+        if drafted or self._curves[key].num_measured(rows) < RECENT:
+            self._curves[key].observe(rows, seconds / self.slowdown)
+        if not drafted:  # the first ones are the unit of the slowdown, and do not change after that
+            self._recent.append((key, max(seconds, MIN_SECONDS)))
 
     def seconds(self, batch_size: int, drafted: int) -> float:
         return self.table(batch_size, drafted)[-1]
