@@ -41,6 +41,9 @@ from .weights.stated_format import resolve_quantize
 log = logging.getLogger(__name__)
 KEPT_DRAFTS = 8  # drafted tokens whose inputs recurrent layers keep, if no method is loaded at start-up
 SPARE_STATES = 2  # slots beyond one for each request: chunks of prompts write their states there, see Scheduler
+# Snapshots of states that the prefix cache keeps: one for each request that can run, which is the next turn of so many
+# conversations, within this share of the memory that weights and states leave free. The rest is for keys and values.
+SNAPSHOT_SHARE = 1 / 4
 
 
 @dataclass
@@ -81,9 +84,9 @@ class Engine:
         storages = [pages, *self.spec_manager.target.storages]
         self.resolved = self._resolve(config, backend, dtype, storages)
         log.info("key/value cache: %s", self.resolved.kv_memory)
-        if states is not None and self.resolved.prefix_cache:
-            log.info("the prefix cache is off: the model has recurrent layers, whose states are not cached")
-            self.resolved = replace(self.resolved, prefix_cache=False)
+        states = pages.recurrent
+        if states is not None:
+            log.info("states of recurrent layers: %s", states.memory)
         progress(1, 2, "warming up")
         for storage in storages:
             storage.allocate(self.resolved.pages, self.device)
@@ -302,6 +305,11 @@ class Engine:
                     f"the states of {config.max_requests} requests would take {states.bytes / 2**30:.1f} GiB, which is "
                     "more than the free memory: lower `max_requests`"
                 )
+            if config.prefix_cache:
+                affordable = int(SNAPSHOT_SHARE * free) // states.slot_bytes
+                states = replace(states, snapshots=min(config.max_requests, affordable))
+                storages[0].recurrent = states
+                free -= states.snapshots * states.slot_bytes
         return configuration.resolve(config, replace(facts, free_bytes=free))
 
     def _state_shape(self, config: EngineConfig) -> StateShape | None:
@@ -317,8 +325,10 @@ class Engine:
             head_dim=shape.head_dim,
             state_dim=shape.state_dim,
             inputs=shape.inputs,
-            slots=config.max_requests + SPARE_STATES,
-            lines=1 + drafted + shape.conv_size - 1,  # the newest token, its draft, what the convolution reads before
+            requests=config.max_requests + SPARE_STATES,
+            # The newest token and its draft, or the end of a prompt after its last full page; and what the convolution
+            # reads before.
+            lines=max(1 + drafted, config.page_size if config.prefix_cache else 0) + shape.conv_size - 1,
         )
 
     @property

@@ -10,6 +10,7 @@ from .types import DecodeStep, Draft, Ending, FinishReason, SamplingParams, Spec
 
 if TYPE_CHECKING:
     from .adapters import Adapter
+    from .cache.prefix import Snapshot
     from .sampler import LogitTable
     from .structured_output.matcher import GrammarMatcher
 
@@ -54,6 +55,8 @@ class CacheState:
     pages: list[int] = field(default_factory=list)
     state_slot: int = 0  # slot of its states in recurrent layers
     next_state_slot: int = -1  # slot that its step writes them to; -1: the same
+    snapshot: Snapshot | None = None  # the latest one of its states, if a later one takes its place
+    branch: int = 0  # tokens that it shares with another text: the states after them are kept; 0: none
     released: int = 0  # leading pages that were given back: no layer's window reaches them any more
     preemptions: int = 0
     cached_tokens: int = 0  # prompt tokens that the prefix cache supplied
@@ -127,6 +130,7 @@ class Row:
     tokens: list[int]
     sample: bool  # choose the next token from the last token's logits; False inside a chunked prompt
     draft: Draft | None = None  # drafted tokens that run after `tokens`, to be verified
+    unread: int = 1  # last ones of `tokens` that the states of recurrent layers leave to the next step
 
     @property
     def size(self) -> int:
@@ -137,7 +141,7 @@ class Row:
     def states(self) -> tuple[int, int, int]:
         """Return the row of Batch.states. The newest token is left to the next step: then this one can be repeated."""
         source, target = self.request.state_slot, self.request.next_state_slot
-        return source, source if target < 0 else target, len(self.tokens) - 1
+        return source, source if target < 0 else target, len(self.tokens) - self.unread
 
 
 @dataclass(frozen=True)

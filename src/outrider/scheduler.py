@@ -9,6 +9,10 @@ a request. The keys and values of rejected tokens are not counted as computed, s
 
 If every layer has a sliding window, a request gives back the pages that no window reaches any more. It keeps them if
 its drafter has keys and values in the same pages, because the drafter's layers may attend to the whole text.
+
+The states of recurrent layers are in slots. If a step ends at or just behind the end of a page, the prefix cache keeps
+the slot as a snapshot, and the next step writes to another one: nothing is copied. Snapshots stay after the end of a
+prompt and where texts branch. Of others a request has one at a time: after its last chunk, or its last full page.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from .adapters import Adapter
-from .cache.prefix import PrefixCache
+from .cache.prefix import Match, PrefixCache
 from .cache.state_slots import StateSlots
 from .errors import UserError
 from .request import Request, Row, RowResult, Step
@@ -39,6 +43,9 @@ RUNNING_SHARE = 1 / 2
 # samples (up to 3 times) do not limit each other.
 DECODING_SHARE = 1 / 20
 MIN_SAMPLES = 3  # both shares are at least this
+# A text that shares at least this many more tokens with another one than a snapshot covers is read up to the branch in a
+# step of its own, to keep the states there. Fewer are read again in the time of that step.
+BRANCH_TOKENS = 64
 MAX_EMPTY_STEPS = 8  # steps without a page for any request, after which pages must have leaked
 NO_TOKEN_ALLOWED = (
     "the output ended early: no token is left that `structured` allows and no ban excludes, or finding one exceeds "
@@ -86,15 +93,16 @@ class Scheduler:
     ) -> None:
         """adapters: lends the slots in which requests with an adapter run; None: no request has one.
 
-        state_slots: of a model with recurrent layers, at least one for each request that can run; 0: another model.
+        state_slots: of a model with recurrent layers, one more at least than requests can run; 0: another model. Those
+        that no request needs hold snapshots.
         """
         self.max_requests = max_requests
         self.max_step_tokens = max_step_tokens
         self.decode_steps = decode_steps  # limit on decode steps of one Step, if all rows are multi-step
         self.adapters = adapters
         self.window = window  # the widest of all layers, in tokens; 0: some layer has none
-        self.cache = PrefixCache(pages, page_size, prefix_cache)
         self.states = StateSlots(state_slots) if state_slots else None
+        self.cache = PrefixCache(pages, page_size, prefix_cache, self.states)
         self._clock = itertools.count()
         self._order: dict[Request, int] = {}  # arrival number of every unfinished request
         self._by_id: dict[str, Request] = {}
@@ -229,6 +237,16 @@ class Scheduler:
         assert set(self._waiting) | set(self._running) == set(self._order), "a request is lost"
         assert set(self._scheduled) <= set(self._running), "a scheduled row has no pages"
         assert set(self._first_samples.values()) <= set(self._order), "samples wait for a finished request"
+        if self.states is not None:
+            self._check_states(self.states)
+
+    def _check_states(self, states: StateSlots) -> None:
+        held = Counter(slot for one in self._running for slot in (one.state_slot, one.next_state_slot) if slot >= 0)
+        held.update(self.cache.snapshot_slots)
+        assert all(held[slot] == states.references(slot) for slot in range(states.count)), "a state slot leaked"
+        assert len(held) + states.available == states.count, "a state slot is lost"
+        targets = [one.next_state_slot for one in self._running if one.next_state_slot >= 0]
+        assert all(held[slot] == 1 for slot in targets), "a step would write a shared state"
 
     def _check_fits(self, request: Request) -> None:
         """Refuse a request that could never finish."""
@@ -307,7 +325,7 @@ class Scheduler:
             request.draft = draft if count and pages is not None else None
             if request.draft is not None:
                 allowance -= count
-                step.put(Row(request, row.start, row.tokens, row.sample, request.draft))
+                step.put(replace(row, draft=request.draft))
 
     def _reserve_for_drafts(self, step: _StepBuilder) -> None:
         """Allocate the pages that drafters write after prompts that end in this step, if there are free ones.
@@ -341,7 +359,7 @@ class Scheduler:
 
     def _extend(self, request: Request, step: _StepBuilder) -> None:
         """Add a row for a running request, preempting the youngest requests, itself included, for its pages."""
-        count = min(step.budget, request.length - request.computed)
+        count = self._chunk(request, min(step.budget, request.length - request.computed))
         while (pages := self.cache.allocate(self._missing_pages(request, count))) is None:
             youngest = self._running[-1]
             step.drop(youngest)
@@ -349,27 +367,74 @@ class Scheduler:
             if youngest is request:
                 return
         request.pages += pages
-        self._keep_state(request, count)
+        if not self._choose_state_slot(request, count):
+            return
         stop = request.computed + count
         tokens = request.tokens(request.computed, stop)
-        step.put(Row(request, request.computed, tokens, sample=stop == request.length))
+        unread = self._unread(request.computed, stop, stop == request.length)
+        step.put(Row(request, request.computed, tokens, sample=stop == request.length, unread=unread))
 
-    def _keep_state(self, request: Request, count: int) -> None:
-        """Write the state after a chunk to another slot, so that a step that fails can be repeated.
+    def _chunk(self, request: Request, count: int) -> int:
+        """Return how many of `count` tokens run in a step: not those behind a branch, if the states there are kept."""
+        to_branch = request.branch - request.computed
+        return to_branch if 0 < to_branch < count else count
 
-        A step of one token, and the start of a text, can be repeated in place. So can any other step if no slot is
-        free; only if it fails, the request ends with an error.
+    def _unread(self, start: int, stop: int, sample: bool) -> int:
+        """Return how many of a row's tokens its state leaves to the next step, so that it is a snapshot of a full page.
+
+        The last token of a text must run again in a text that begins with all of it, so the page before it counts.
         """
-        if self.states is None or count == 1 or request.computed == 0 or request.next_state_slot >= 0:
-            return
-        if self.states.available > self.max_requests - len(self._running):  # each request to come needs one
-            request.next_state_slot = self.states.take()
+        if self.states is None or not self.cache.sharing:
+            return 1
+        size = self.cache.page_size
+        full = (stop - 1 if sample else stop) // size * size
+        return max(stop - full, 1) if full >= start else 1
+
+    def _choose_state_slot(self, request: Request, count: int) -> bool:
+        """Choose the slot that a step writes its state to; False: there is none before another request has run.
+
+        A state that a snapshot or another request shares is written to another slot. So is the state after a chunk, if
+        a slot is free, so that the step can be repeated if it fails. A step of one token, and the start of a text, can
+        be repeated in place. If any other step in place fails, the request ends with an error.
+        """
+        if self.states is None or request.next_state_slot >= 0:
+            return True
+        if self.states.references(request.state_slot) == 1:
+            spare = self.states.available > self.max_requests - len(self._running)  # each request to come needs one
+            if spare and count > 1 and request.computed > 0:
+                request.next_state_slot = self.states.take()
+            return True
+        slot = self.cache.take_slot()
+        if slot is not None:
+            request.next_state_slot = slot
+            return True
+        self.cache.drop_snapshot(request.state_slot)
+        return self.states.references(request.state_slot) == 1
 
     def _advance_state(self, request: Request) -> None:
         """Make the state that a step wrote the state of the request."""
         if self.states is not None and request.next_state_slot >= 0:
             self.states.give_back(request.state_slot)
             request.state_slot, request.next_state_slot = request.next_state_slot, -1
+
+    def _keep_snapshot(self, row: Row, result: RowResult) -> None:
+        """Keep the state that a step wrote, if a page ends between the tokens that it has read and the computed ones."""
+        if self.states is None:
+            return
+        request, size = row.request, self.cache.page_size
+        last = len(result.decode_steps[-1].tokens) if result.decode_steps else 1  # tokens of the last decode step
+        read = row.start + (len(row.tokens) - row.unread if result.passes == 1 else len(result.tokens) - last)
+        is_prompt_end = row.sample and row.start < len(request.prompt)
+        full = (request.computed - is_prompt_end) // size * size  # as in _unread
+        snapshot = None
+        if 0 < full >= read:
+            snapshot = self.cache.keep_snapshot(request.pages[full // size - 1], request.state_slot)
+        if snapshot is not None:
+            if request.snapshot is not None and not request.snapshot.reused:
+                self.cache.drop_snapshot(request.snapshot.slot)
+            request.snapshot = snapshot
+        if is_prompt_end or request.computed == request.branch:
+            request.snapshot = None  # it stays: other texts may begin with this prompt, or branch here again
 
     def _admit(self, step: _StepBuilder) -> None:
         """Admit waiting requests, oldest first, while there are rows, tokens, pages, and slots for their adapters."""
@@ -388,8 +453,6 @@ class Scheduler:
             elif self._take_prefix(request):
                 del self._waiting[index]
                 samples[request.parent_id] += 1
-                if self.states is not None:
-                    request.state_slot = self.states.take()
                 insort(self._running, request, key=self._order.__getitem__)
                 self._extend(request, step)
             else:
@@ -402,13 +465,14 @@ class Scheduler:
         return self.adapters.take(adapter)
 
     def _take_prefix(self, request: Request) -> bool:
-        """Give a request its cached prefix, if there are pages for the rest of its tokens; else return False."""
+        """Give a request its cached prefix, if there is memory for the rest of its tokens; else return False."""
         limit = self._reusable(request)
         match = self.cache.match(request.tokens(0, limit), limit, request.kv_method, request.cache_salt)
         request.pages, request.computed = match.pages, match.tokens
         self._release_passed(request)
         missing = self._missing_pages(request, request.length - request.computed)
-        if min(missing, self._most_pages(request, request.length)) > self.cache.available:
+        fits = min(missing, self._most_pages(request, request.length)) <= self.cache.available
+        if not fits or not self._take_state_slot(request, match):
             self.cache.undo(replace(match, pages=match.pages[request.released :]))
             request.pages, request.computed, request.released = [], 0, 0
             return False
@@ -416,6 +480,18 @@ class Scheduler:
             request.admitted = time.perf_counter()
         if request.preemptions == 0:
             request.cached_tokens = min(match.tokens, len(request.prompt))
+        return True
+
+    def _take_state_slot(self, request: Request, match: Match) -> bool:
+        """Give a request a slot for its states, and the snapshot to continue from; False: no slot is left."""
+        if self.states is None:
+            return True
+        slot = self.cache.take_slot()
+        if slot is None:
+            return False
+        request.state_slot, request.next_state_slot = (slot, -1) if match.tokens == 0 else (match.state_slot, slot)
+        is_far = match.published_tokens - match.tokens >= BRANCH_TOKENS
+        request.branch = match.published_tokens if is_far else 0
         return True
 
     def _waits_for_first_sample(self, request: Request) -> bool:
@@ -473,6 +549,7 @@ class Scheduler:
         if full > first:
             tokens = request.tokens(first * size, full * size)
             self.cache.publish(tokens, request.pages, first, request.kv_method, request.cache_salt)
+        self._keep_snapshot(row, result)
         self._release_passed(request)
         if ending == (FinishReason.STOP, None) and request.grammar and not request.grammar.complete(request.output):
             self.finish(request, FinishReason.ERROR, NO_TOKEN_ALLOWED)
@@ -526,6 +603,7 @@ class Scheduler:
         if self.states is not None:
             self._advance_state(request)
             self.states.give_back(request.state_slot)
+            request.snapshot = None
 
     def _free_pages(self, request: Request) -> None:
         self._scheduled.pop(request, None)

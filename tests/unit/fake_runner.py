@@ -61,9 +61,11 @@ class FakeRunner:
     """Writes into every slot the whole history that it stands for, and believes only what it reads back.
 
     Requests that a drafter follows have a second set of slots: a prefix without them must not be taken for them.
+    Recurrent layers have states: each knows its text, and how much of that it has read for good.
     """
 
-    def __init__(self, page_size: int, window: int = 0) -> None:
+    def __init__(self, page_size: int, window: int = 0, recurrent: bool = False) -> None:
+        self.states: dict[int, tuple[int, tuple[int, ...]]] | None = {} if recurrent else None
         self.page_size = page_size
         self.window = window  # tokens that a token reads, itself included; 0: all
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -73,6 +75,8 @@ class FakeRunner:
         """Run the rows; draft `width` tokens for the next step."""
         writers: dict[int, Request] = {}
         results = []
+        if self.states is not None:
+            self.check_states(step.rows)
         for row in step.rows:
             histories = self.histories(row)
             for index, history in enumerate(histories):
@@ -81,6 +85,21 @@ class FakeRunner:
                 self.slots[slot] = history
             results.append(self.answer(row, histories, width, branches))
         return results
+
+    def check_states(self, rows: list[Row]) -> None:
+        """Each row continues the state of its own text, and no row writes what another one reads or writes."""
+        assert self.states is not None
+        read = [row.states[0] for row in rows]
+        written = [row.states[1] for row in rows]
+        assert len(set(written)) == len(rows), "two rows write one state"
+        for row, source, target in zip(rows, read, written, strict=True):
+            assert target == source or target not in read, "a row writes a state that another one reads"
+            assert read.count(target) <= 1, "a row writes a state that another one reads"
+            if row.start > 0:
+                length, text = self.states[source]
+                assert length <= row.start <= len(text), f"`{row.request.id}` cannot continue at {row.start}"
+                assert row.start - length <= max(self.page_size, 8), "more inputs than lines"
+                assert list(text[: row.start]) == row.request.tokens(0, row.start), "the state of another text"
 
     def histories(self, row: Row) -> list[tuple[int, ...]]:
         """What each token of the row stands for: all tokens up to it, on its own path."""
@@ -120,6 +139,11 @@ class FakeRunner:
         for depth, index in enumerate(path):  # the accepted path is compacted
             self.slots[self.slot(request, stop - 1 + depth)] = histories[len(row.tokens) - 1 + index]
         kept = stop + max(len(path) - 1, 0)
+        if self.states is not None:
+            _, target, read = row.states
+            accepted = histories[len(row.tokens) - 1 + (path[-1] if path else 0)]
+            assert len(accepted) == kept
+            self.states[target] = row.start + read, accepted
         if request.kv_method:
             self.follow(row, kept)
         if not row.sample:

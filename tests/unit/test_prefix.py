@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from outrider.cache.prefix import PrefixCache
+from outrider.cache.state_slots import StateSlots
 
 SIZE = 2
 
@@ -37,6 +38,71 @@ def test_limit_counts_tokens() -> None:
     assert cache.match([1, 2, 3, 4], 3).pages == pages[:1]
     assert cache.match([1, 2, 3, 4], 1).pages == []
     assert cache.match([1, 2, 3, 4], 0).pages == []
+
+
+def with_snapshots(slots: int, pages: int = 8) -> tuple[PrefixCache, StateSlots]:
+    states = StateSlots(slots)
+    return PrefixCache(pages, SIZE, states=states), states
+
+
+def snapshot(cache: PrefixCache, states: StateSlots, page: int) -> int:
+    """Keep a state after a page, and let the request that wrote it go on."""
+    slot = cache.take_slot()
+    assert slot is not None and cache.keep_snapshot(page, slot) is not None
+    states.give_back(slot)
+    return slot
+
+
+def test_a_match_ends_at_the_last_snapshot() -> None:
+    cache, states = with_snapshots(2)
+    pages = hold(cache, [1, 1, 2, 2, 3, 3, 4, 4])
+    assert cache.match([1, 1, 2, 2, 3, 3, 4, 4], 8).pages == []
+    slot = snapshot(cache, states, pages[1])
+    match = cache.match([1, 1, 2, 2, 3, 3, 9, 9], 8)
+    assert (match.pages, match.tokens, match.published_tokens) == (pages[:2], 4, 6)
+    assert match.state_slot == slot and states.references(slot) == 2
+    cache.undo(match)
+    assert states.references(slot) == 1
+    cache.check()
+
+
+def test_the_least_recently_used_snapshot_is_evicted() -> None:
+    cache, states = with_snapshots(2)
+    pages = hold(cache, [1, 1, 2, 2, 3, 3])
+    first, second = (snapshot(cache, states, page) for page in pages[:2])
+    cache.undo(cache.match([1, 1], 2))  # the first is used again
+    assert snapshot(cache, states, pages[2]) == second
+    assert cache.match([1, 1, 2, 2], 4).tokens == 2
+    assert cache.take_slot() is not None  # evicts the third: a request reads the first
+    assert cache.take_slot() is None
+    assert cache.snapshot_slots == [first]
+    cache.check()
+
+
+def test_snapshots_go_with_their_pages() -> None:
+    cache, states = with_snapshots(2, pages=3)
+    pages = hold(cache, [1, 1, 2, 2])
+    for page in pages:
+        snapshot(cache, states, page)
+    cache.release(pages)
+    taken = cache.allocate(2)  # evicts the last page of the prefix
+    assert taken is not None and states.available == 1
+    cache.check()
+    cache.clear()
+    assert states.available == 2
+    cache.check()
+
+
+def test_pages_computed_again_are_replaced_by_the_published_ones() -> None:
+    cache, states = with_snapshots(2)
+    first, second = hold(cache, [1, 1, 2, 2]), hold(cache, [1, 1, 2, 2, 3, 3])  # there is no snapshot to continue from
+    assert second[:2] == first and cache.is_published(second[2])
+    assert [cache.references(page) for page in second] == [2, 2, 1]
+    snapshot(cache, states, second[2])
+    cache.release(first)
+    cache.release(second)
+    assert cache.match([1, 1, 2, 2, 3, 3], 6).pages == second
+    cache.check()
 
 
 def test_the_same_page_after_another_parent_is_another_page() -> None:

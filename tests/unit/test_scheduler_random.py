@@ -48,10 +48,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_requests=st.integers(1, 5),
         max_step_tokens=st.integers(1, 12),
         prefix_cache=st.sampled_from([True, True, True, False]),
+        snapshots=st.sampled_from([None, None, 0, 1, 2, 20]),
     )
-    def open(self, page_size: int, capacity: int, max_requests: int, max_step_tokens: int, prefix_cache: bool) -> None:
-        self.scheduler = Scheduler(capacity // page_size, page_size, max_requests, max_step_tokens, prefix_cache)
-        self.runner = FakeRunner(page_size)
+    def open(
+        self,
+        page_size: int,
+        capacity: int,
+        max_requests: int,
+        max_step_tokens: int,
+        prefix_cache: bool,
+        snapshots: int | None,
+    ) -> None:
+        """snapshots: of a model with recurrent layers; None: another model."""
+        slots = 0 if snapshots is None else max_requests + 2 + snapshots
+        self.scheduler = Scheduler(
+            capacity // page_size, page_size, max_requests, max_step_tokens, prefix_cache, state_slots=slots
+        )
+        self.runner = FakeRunner(page_size, recurrent=slots > 0)
         self.requests: list[Request] = []
         self.branched = False  # some draft was a tree
         self.lost = False  # a lost step may leave more pages than the next one needs
@@ -95,7 +108,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert sum(row.size for row in step.rows) <= self.scheduler.max_step_tokens
         assert len(running) <= self.scheduler.max_requests
         starved = [request for request in running if request not in {row.request for row in step.rows}]
-        assert not starved or sum(row.size for row in step.rows) == self.scheduler.max_step_tokens
+        if self.runner.states is None:
+            assert not starved or sum(row.size for row in step.rows) == self.scheduler.max_step_tokens
         for row in step.rows:
             stop = row.start + len(row.tokens)
             assert row.tokens and row.start == row.request.computed
@@ -138,6 +152,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if event == "wipe":  # new weights: nothing of what lay there may be read again
             self.runner.slots.clear()
             self.runner.followed.clear()
+            if self.runner.states is not None:
+                self.runner.states.clear()
         self.scheduler.check()
         touched = self.scheduler.commit(step, results)
         assert request not in touched or event == "clear"
@@ -145,11 +161,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_balance(self) -> None:
-        if hasattr(self, "room"):
+        if hasattr(self, "scheduler"):
             self.scheduler.check()
 
     def teardown(self) -> None:
-        if not hasattr(self, "room"):
+        if not hasattr(self, "scheduler"):
             return
         bound = sum(LONGEST * (request.preemptions + 2) for request in self.requests) + LONGEST**2
         for _ in range(bound):
@@ -158,6 +174,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._advance()
         assert self.scheduler.is_idle, "the requests never finish"
         assert self.scheduler.cache.available == self.scheduler.cache.pages, "a page leaked"
+        if self.scheduler.states is not None:
+            assert self.scheduler.states.available + len(self.scheduler.cache.snapshot_slots) == (
+                self.scheduler.states.count
+            ), "a state slot leaked"
         for request in self.requests:
             self._check_end(request)
 
@@ -170,7 +190,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert request.output == output[: len(request.output)]
             return
         assert (request.output, request.finish_reason, request.stop_reason) == (output, reason, stop)
-        if request.params.prompt_logprobs is not None:
+        if request.wants_prompt_logprobs:
             assert [entry.token for entry in request.prompt_logprobs] == request.prompt[1:]
 
 

@@ -1,6 +1,7 @@
 """Storage of keys and values: pages of `page_size` tokens, with the same page numbers in every layer.
 
-Recurrent layers have a state for each running request instead, in a slot of its own (StateShape).
+Recurrent layers have a state for each running request instead, in a slot of its own (StateShape). The prefix cache keeps
+snapshots of states in further slots.
 """
 
 from __future__ import annotations
@@ -36,15 +37,20 @@ def slots_of(pages: Sequence[int], positions: Iterable[int], page_size: int) -> 
 
 @dataclass(frozen=True)
 class StateShape:
-    """The states of the recurrent layers of a model. The scheduler decides which request owns a slot."""
+    """The states of the recurrent layers of a model. The scheduler decides what a slot holds."""
 
     layers: tuple[bool, ...]  # which layers are recurrent; the others have attention
     heads: int
     head_dim: int
     state_dim: int
     inputs: int  # numbers of a token that a layer keeps until its state reads the token
-    slots: int
+    requests: int  # slots for requests
     lines: int  # tokens whose inputs are kept in each slot
+    snapshots: int = 0  # slots for snapshots
+
+    @property
+    def slots(self) -> int:
+        return self.requests + self.snapshots
 
     @property
     def padding(self) -> int:
@@ -52,10 +58,23 @@ class StateShape:
         return self.slots
 
     @property
-    def bytes(self) -> int:
-        """Return the bytes of all slots."""
+    def slot_bytes(self) -> int:
+        """Return the bytes of a slot in all layers."""
         numbers = self.heads * self.head_dim * self.state_dim + self.lines * self.inputs
-        return 4 * numbers * (self.slots + 1) * sum(self.layers)
+        return torch.float32.itemsize * numbers * sum(self.layers)
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of all slots, the one for padding included."""
+        return self.slot_bytes * (self.slots + 1)
+
+    @property
+    def memory(self) -> str:
+        """Describe the memory of all slots."""
+        return (
+            f"{self.slot_bytes / 1e6:.1f} MB each, {self.bytes / 1e9:.2f} GB for {self.requests} of requests and "
+            f"{self.snapshots} snapshots of the prefix cache"
+        )
 
     def allocate(self, device: Device) -> LayerStates:
         """Allocate the states of one layer: a slot more than requests have, for padding."""

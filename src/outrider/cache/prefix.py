@@ -2,6 +2,9 @@
 
 A page is free, referenced (requests read it, and at most one writes it) or idle (no request holds it, but it is
 published: a later prompt that begins with the same tokens reuses it).
+
+A model with recurrent layers can continue a prefix only where their states are known. So a published page may have a
+snapshot: a slot with the states after its last token. A prompt reuses pages up to the last one with a snapshot.
 """
 
 from __future__ import annotations
@@ -9,6 +12,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+
+from .state_slots import StateSlots
 
 
 @dataclass(frozen=True)
@@ -18,6 +23,16 @@ class Match:
     pages: list[int]
     tokens: int
     lookup_tokens: int  # tokens that were looked up
+    published_tokens: int = 0  # tokens that published pages cover: more than `tokens` if there is no snapshot after them
+    state_slot: int = -1  # slot of the states after `tokens`; -1: no recurrent layers, or no tokens
+
+
+@dataclass(eq=False, slots=True)
+class Snapshot:
+    """The states of recurrent layers after a published page."""
+
+    slot: int  # -1: dropped
+    reused: bool = False  # a prompt continued here
 
 
 Salt = str | tuple[int, str]  # of a request, after the number of its adapter if it has one
@@ -32,13 +47,14 @@ class _Node:
     key: _Key
     siblings: dict[_Key, _Node] = field(repr=False)  # the parent's children, or the roots
     children: dict[_Key, _Node] = field(default_factory=dict, repr=False)
+    snapshot: Snapshot | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
     """A linked list of matched pages, last page first."""
 
-    page: int
+    node: _Node
     before: _Chain | None
 
 
@@ -53,12 +69,17 @@ class PrefixCache:
     So a parent is held whenever its child is, it becomes idle after its child, and the least recently used idle page
     is always a leaf. Pages that a window has passed (`release_passed`) are the exception: evicting one unpublishes the
     pages below it.
+
+    With recurrent layers, two requests may compute the same page, because the snapshot before it was evicted. Then the
+    later one adopts the published page, so that the pages after it can be published too.
     """
 
-    def __init__(self, pages: int, page_size: int, sharing: bool = True) -> None:
+    def __init__(self, pages: int, page_size: int, sharing: bool = True, states: StateSlots | None = None) -> None:
+        """states: of a model with recurrent layers. Snapshots take slots that no request needs."""
         self.pages = pages
         self.page_size = page_size
         self.sharing = sharing
+        self.states = states
         self.lookups = 0  # tokens looked up
         self.hits = 0  # tokens found
         self.evictions = 0  # idle pages reallocated
@@ -70,6 +91,7 @@ class PrefixCache:
         self._drafters = {""}  # drafters that have published; empty: pages with the target's entries only
         self._passed = False  # whether `release_passed` was called
         self._barred: set[int] = set()  # held while the cache was cleared: never published
+        self._snapshots: OrderedDict[int, _Node] = OrderedDict()  # by slot, least recently used first
 
     @property
     def available(self) -> int:
@@ -81,6 +103,11 @@ class PrefixCache:
         """Return the number of published pages that no request holds."""
         return len(self._idle)
 
+    @property
+    def snapshot_slots(self) -> list[int]:
+        """Return the slots of all snapshots, least recently used first."""
+        return list(self._snapshots)
+
     def references(self, page: int) -> int:
         return self._references[page]
 
@@ -88,13 +115,21 @@ class PrefixCache:
         return self._nodes[page] is not None
 
     def match(self, tokens: Sequence[int], limit: int, drafter: str = "", salt: Salt = "") -> Match:
-        """Find the longest published chain of full pages within the first `limit` tokens, and reference its pages."""
+        """Find the longest published chain of full pages within the first `limit` tokens, and reference its pages.
+
+        With recurrent layers, the chain ends at its last snapshot, whose slot is referenced too.
+        """
         drafters = [drafter] if drafter else sorted(self._drafters)
-        pages = self._longest_chain(tokens, limit, drafters, salt) if self.sharing else []
+        chain, published = self._longest_chain(tokens, limit, drafters, salt) if self.sharing else ([], 0)
+        pages = [node.page for node in chain]
         for page in pages:
-            self._references[page] += 1
-            self._idle.pop(page, None)
-        match = Match(pages, len(pages) * self.page_size, limit if self.sharing else 0)
+            self._hold(page)
+        snapshot, slot = chain[-1].snapshot if chain else None, -1
+        if snapshot is not None and self.states is not None:
+            snapshot.reused, slot = True, self.states.share(snapshot.slot)
+            self._snapshots.move_to_end(slot)
+        looked_up = limit if self.sharing else 0
+        match = Match(pages, len(pages) * self.page_size, looked_up, published * self.page_size, slot)
         self.lookups += match.lookup_tokens
         self.hits += match.tokens
         return match
@@ -102,6 +137,8 @@ class PrefixCache:
     def undo(self, match: Match) -> None:
         """Release a match that was not used, and undo its statistics."""
         self.release(match.pages)
+        if self.states is not None and match.state_slot >= 0:
+            self.states.give_back(match.state_slot)
         self.lookups -= match.lookup_tokens
         self.hits -= match.tokens
 
@@ -117,11 +154,12 @@ class PrefixCache:
         return pages
 
     def publish(
-        self, tokens: Sequence[int], pages: Sequence[int], first: int, drafter: str = "", salt: Salt = ""
+        self, tokens: Sequence[int], pages: list[int], first: int, drafter: str = "", salt: Salt = ""
     ) -> None:
         """Publish `pages[first:]`, as far as `tokens` fill them, for later prompts to match.
 
-        If another page already publishes the same content, the caller's copy and all pages after it stay private.
+        If another page already publishes the same content, the caller's copy and all pages after it stay private. With
+        recurrent layers, the other page takes the place of the copy in `pages` instead.
         """
         if not self.sharing:
             return
@@ -133,12 +171,52 @@ class PrefixCache:
             children = parent.children
         self._drafters.add(drafter)
         readable = [drafter] if drafter else self._drafters
-        for page, page_tokens in zip(pages[first:], self._split(tokens, len(tokens)), strict=False):
-            if page in self._barred or any((salt, name, page_tokens) in children for name in readable):
+        for index, page_tokens in enumerate(self._split(tokens, len(tokens)), first):
+            page, keys = pages[index], [(salt, name, page_tokens) for name in readable]
+            known = next((children[key] for key in keys if key in children), None)
+            if page in self._barred or (known is not None and self.states is None):
                 return
-            key = (salt, drafter, page_tokens)
-            children[key] = self._nodes[page] = node = _Node(page, key, children)
-            children = node.children
+            if known is not None:
+                self._hold(known.page)
+                self.release([page])
+                pages[index] = known.page
+            else:
+                key = (salt, drafter, page_tokens)
+                children[key] = self._nodes[page] = known = _Node(page, key, children)
+            children = known.children
+
+    def keep_snapshot(self, page: int, slot: int) -> Snapshot | None:
+        """Keep the states in `slot`, which are those after `page`, until they are evicted, and reference the slot.
+
+        Return None if the page is not published, or has a snapshot already.
+        """
+        node = self._nodes[page]
+        if self.states is None or node is None:
+            return None
+        if node.snapshot is not None:
+            self._snapshots.move_to_end(node.snapshot.slot)
+            return None
+        node.snapshot = Snapshot(self.states.share(slot))
+        self._snapshots[slot] = node
+        return node.snapshot
+
+    def drop_snapshot(self, slot: int) -> None:
+        """Drop the snapshot in a slot, if there is one."""
+        node = self._snapshots.pop(slot, None)
+        if node is not None and node.snapshot is not None and self.states is not None:
+            self.states.give_back(slot)
+            node.snapshot.slot = -1
+            node.snapshot = None
+
+    def take_slot(self) -> int | None:
+        """Take a slot for states, evicting the least recently used snapshot if none is free; None: all are in use."""
+        assert self.states is not None, "a model without recurrent layers has no states"
+        if not self.states.available:
+            unused = (slot for slot in self._snapshots if self.states.references(slot) == 1)
+            if (slot := next(unused, None)) is None:
+                return None
+            self.drop_snapshot(slot)
+        return self.states.take()
 
     def release(self, pages: Sequence[int]) -> None:
         """Drop one reference to each page. `pages` are in the order of the sequence."""
@@ -161,6 +239,8 @@ class PrefixCache:
     def clear(self) -> None:
         """Unpublish every page. Pages in use stay with their requests and are never matched again."""
         self._barred.update(page for page, count in enumerate(self._references) if count > 0)
+        for slot in list(self._snapshots):
+            self.drop_snapshot(slot)
         self._free.extend(self._idle)
         self._idle.clear()
         self._nodes = [None] * self.pages
@@ -187,31 +267,42 @@ class PrefixCache:
             in_order = parent is None or parent.page in held or node.page in idle
             assert in_order or self._passed, f"page {node.page} outlives its parent"
             in_tree.add(node.page)
+            kept = node.snapshot
+            assert kept is None or self._snapshots[kept.slot] is node, f"the snapshot of page {node.page} was dropped"
         assert in_tree == {page for page, node in enumerate(self._nodes) if node is not None}, "a page is unreachable"
         assert idle <= in_tree and not free & in_tree, "an idle page is unpublished, or a free one published"
+        assert all(self._nodes[node.page] is node for node in self._snapshots.values()), "a snapshot outlives its page"
         assert self._barred <= held and not self._barred & in_tree, "a cleared page can be matched"
 
-    def _longest_chain(self, tokens: Sequence[int], limit: int, drafters: Sequence[str], salt: Salt) -> list[int]:
-        """Return the longest chain of pages for the first tokens that is published for one of these drafters."""
+    def _longest_chain(
+        self, tokens: Sequence[int], limit: int, drafters: Sequence[str], salt: Salt
+    ) -> tuple[list[_Node], int]:
+        """Return the longest usable chain for the first tokens, and the pages of the longest published one.
+
+        Its pages are published for one of these drafters. With recurrent layers, it ends at a snapshot.
+        """
         # Several pages may hold the same tokens with entries of different drafters, so all branches are searched.
         branches: list[tuple[dict[_Key, _Node], _Chain | None]] = [(self._roots, None)]
         longest: _Chain | None = None
+        published = 0
         for page_tokens in self._split(tokens, min(limit, len(tokens))):
-            nodes = [
-                (node, before)
+            chains = [
+                _Chain(node, before)
                 for children, before in branches
                 for name in drafters
                 if (node := children.get((salt, name, page_tokens))) is not None
             ]
-            if not nodes:
+            if not chains:
                 break
-            branches = [(node.children, _Chain(node.page, before)) for node, before in nodes]
-            longest = branches[0][1]
-        pages: list[int] = []
+            published += 1
+            branches = [(chain.node.children, chain) for chain in chains]
+            usable = chains if self.states is None else [one for one in chains if one.node.snapshot is not None]
+            longest = usable[0] if usable else longest
+        nodes: list[_Node] = []
         while longest is not None:
-            pages.append(longest.page)
+            nodes.append(longest.node)
             longest = longest.before
-        return pages[::-1]
+        return nodes[::-1], published
 
     def _split(self, tokens: Sequence[int], stop: int) -> Iterator[tuple[int, ...]]:
         """Yield the tokens of each full page before `stop`."""
@@ -223,10 +314,21 @@ class PrefixCache:
         node = self._nodes[page]
         assert node is not None and (self._passed or not node.children), f"page {page} is evicted before its children"
         del node.siblings[node.key]
-        self._nodes[page] = None
+        self._forget(node)
         self._unpublish(node.children)
         self._free.append(page)
         self.evictions += 1
+
+    def _forget(self, node: _Node) -> None:
+        """Drop what is known of a page that leaves the tree."""
+        self._nodes[node.page] = None
+        if node.snapshot is not None:
+            self.drop_snapshot(node.snapshot.slot)
+
+    def _hold(self, page: int) -> None:
+        """Add a reference to a published page."""
+        self._references[page] += 1
+        self._idle.pop(page, None)
 
     def _unpublish(self, nodes: dict[_Key, _Node]) -> None:
         """Take these pages, and those below them, out of the tree. Idle ones become free."""
@@ -234,7 +336,7 @@ class PrefixCache:
         while left:
             node = left.pop()
             left += node.children.values()
-            self._nodes[node.page] = None
+            self._forget(node)
             if node.page in self._idle:
                 del self._idle[node.page]
                 self._free.append(node.page)

@@ -155,6 +155,8 @@ class MultiStepRunner:
             batch.slots.copy_(slots)
             torch.cat([state.newest[:, None], state.drafts.clamp(min=0)], 1, out=batch.tokens.view(-1, width + 1))
         hidden, aux_states = self.model.forward(batch, self.pages.storages, buffers.aux_layers)  # [T, E] each
+        if batch.states is not None:  # the first step may read a snapshot; the others read what the one before wrote
+            batch.states[:, 0].copy_(batch.states[:, 1])
         if aux_states:
             torch.cat(aux_states, 1, out=state.hidden)
         sampling, logits = replace(state.sampling, positions=state.positions + 1), self.model.logits(hidden)
