@@ -101,3 +101,16 @@ def test_a_model_of_the_catalog_is_described_before_it_is_pulled(
     words = " ".join(outrider("doctor", "-m", "smollm2-135m").stdout.split())
     assert "runs yes, after `outrider pull smollm2-135m`" in words
     assert not list(tmp_path.rglob("*.gguf"))
+
+
+def test_hybrid_models_state_the_memory_of_their_states(outrider, tmp_path: Path) -> None:
+    folder = tiny.copy("granite4", tmp_path / "granite4")
+    found = examined(outrider, folder)["memory"]
+    config = tiny.original("granite4").config
+    heads, values, keys = config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state
+    inputs = 2 * config.mamba_n_groups * keys + heads * values + heads
+    layers = sum(kind != "full_attention" for kind in config.layer_types)
+    lines = 16 + config.mamba_d_conv - 1
+    assert found["state_bytes_per_request"] == 4 * layers * (heads * values * keys + lines * inputs)
+    words = " ".join(outrider("doctor", "-m", folder).stdout.split())
+    assert "for the states of each request, and of each snapshot in the prefix cache" in words

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import catalog
-from ..cache.pages import bytes_per_token
+from ..cache.pages import StateShape, bytes_per_token
 from ..catalog import shipped
 from ..catalog.cache import read_record
 from ..catalog.gguf_type import FILE_TYPES
@@ -17,7 +17,7 @@ from ..catalog.names import HubName, parse, quantization, suggestion
 from ..config import EngineConfig, kv_dtype
 from ..device import choose_backend
 from ..errors import UserError
-from ..models import read_config
+from ..models import ModelConfig, read_config
 from ..speculation.auto import choose
 from ..speculation.checkpoints import has_modules
 from ..tokenizer import Tokenizer
@@ -107,10 +107,21 @@ def _describe_files(name: str, path: Path) -> dict[str, Any]:
             "kv_bytes_of_context": per_token * config.context,
             "kv_bytes_per_1k_tokens_int8": quantized * TOKENS,
             "kv_dtype": dtype,
+            **_states(config),
         },
         "heads": [*shipped.methods_for(name), *(["mtp"] if has_modules(path) else [])],
         "drafter": _drafter(name),
     }
+
+
+def _states(config: ModelConfig) -> dict[str, int]:
+    """Return the memory of the states of a request, if the model has recurrent layers."""
+    found = config.recurrent
+    if found is None:
+        return {}
+    lines = EngineConfig().page_size + found.conv_size - 1
+    shape = StateShape(found.layers, found.heads, found.head_dim, found.state_dim, found.inputs, 1, lines)
+    return {"state_bytes_per_request": shape.slot_bytes}
 
 
 def _drafter(name: str) -> dict[str, str]:
