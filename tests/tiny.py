@@ -288,7 +288,7 @@ def batch(rows: Sequence[tuple[Sequence[int], int, Sequence[int]]], page_size: i
 def pages_for(model: Model, count: int, page_size: int = 4, dtype: str = "float32") -> Pages:
     shape, states = model.config, None
     if (of := shape.recurrent) is not None:
-        states = StateShape(of.layers, of.heads, of.head_dim, of.state_dim, of.inputs, requests=4, lines=of.conv_size + 8)
+        states = StateShape(of.layers, of.heads, of.head_dim, of.state_dim, of.inputs, 4, of.conv_size + 8)
     pages = Pages(shape.layers, shape.kv_heads, page_size, shape.head_dim, dtype, recurrent=states)
     pages.allocate(count)
     return pages

@@ -43,8 +43,8 @@ RUNNING_SHARE = 1 / 2
 # samples (up to 3 times) do not limit each other.
 DECODING_SHARE = 1 / 20
 MIN_SAMPLES = 3  # both shares are at least this
-# A text that shares at least this many more tokens with another one than a snapshot covers is read up to the branch in a
-# step of its own, to keep the states there. Fewer are read again in the time of that step.
+# A text that shares at least this many more tokens with another one than a snapshot covers is read up to the branch in
+# a step of its own, to keep the states there. Fewer are read again in the time of that step.
 BRANCH_TOKENS = 64
 MAX_EMPTY_STEPS = 8  # steps without a page for any request, after which pages must have leaked
 NO_TOKEN_ALLOWED = (
@@ -418,7 +418,7 @@ class Scheduler:
             request.state_slot, request.next_state_slot = request.next_state_slot, -1
 
     def _keep_snapshot(self, row: Row, result: RowResult) -> None:
-        """Keep the state that a step wrote, if a page ends between the tokens that it has read and the computed ones."""
+        """Keep the state that a step wrote, if a page ends behind what it has read, within the computed tokens."""
         if self.states is None:
             return
         request, size = row.request, self.cache.page_size

@@ -85,5 +85,3 @@ def test_graphs_and_multi_step_runs_change_no_bit(llm_of, expected, method: str,
     )
     assert method == "none" or drafted > accepted
     assert method != "ngram" or accepted > 0
-
-

@@ -1,7 +1,7 @@
 """Storage of keys and values: pages of `page_size` tokens, with the same page numbers in every layer.
 
-Recurrent layers have a state for each running request instead, in a slot of its own (StateShape). The prefix cache keeps
-snapshots of states in further slots.
+Recurrent layers have a state for each running request instead, in a slot of its own (StateShape). The prefix cache
+keeps snapshots of states in further slots.
 """
 
 from __future__ import annotations

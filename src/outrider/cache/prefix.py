@@ -23,7 +23,7 @@ class Match:
     pages: list[int]
     tokens: int
     lookup_tokens: int  # tokens that were looked up
-    published_tokens: int = 0  # tokens that published pages cover: more than `tokens` if there is no snapshot after them
+    published_tokens: int = 0  # tokens that published pages cover: also those behind the last snapshot
     state_slot: int = -1  # slot of the states after `tokens`; -1: no recurrent layers, or no tokens
 
 
@@ -153,9 +153,7 @@ class PrefixCache:
             self._references[page] = 1
         return pages
 
-    def publish(
-        self, tokens: Sequence[int], pages: list[int], first: int, drafter: str = "", salt: Salt = ""
-    ) -> None:
+    def publish(self, tokens: Sequence[int], pages: list[int], first: int, drafter: str = "", salt: Salt = "") -> None:
         """Publish `pages[first:]`, as far as `tokens` fill them, for later prompts to match.
 
         If another page already publishes the same content, the caller's copy and all pages after it stay private. With
