@@ -41,8 +41,8 @@ from .weights.stated_format import resolve_quantize
 log = logging.getLogger(__name__)
 KEPT_DRAFTS = 8  # drafted tokens whose inputs recurrent layers keep, if no method is loaded at start-up
 SPARE_STATES = 2  # slots beyond one for each request: chunks of prompts write their states there, see Scheduler
-# Snapshots of states that the prefix cache keeps: one for each request that can run, which is the next turn of so many
-# conversations, within this share of the memory that weights and states leave free. The rest is for keys and values.
+# Snapshots of states that the prefix cache keeps: one for each request that can run, for its next turn,
+# within this share of the memory that weights and states leave free. The rest is for keys and values.
 SNAPSHOT_SHARE = 1 / 4
 
 
