@@ -51,7 +51,7 @@ def speculate(method: str, folder: Path) -> str:
     return with_options(name, adaptive="no", **{**tiny_heads.make(name, folder), **options})
 
 
-def conversation(llm: LLM) -> list[Output]:
+def talk(llm: LLM) -> list[Output]:
     """Return the answers to a few prompts, and to the next turn of each."""
     first = llm.generate(PROMPTS, PARAMS)
     following = [
@@ -66,7 +66,7 @@ def conversation(llm: LLM) -> list[Output]:
 def expected(llm_of: Callable[..., LLM]) -> dict[str, list[object]]:
     """The answers of plain steps without graphs and without a cache."""
     options = {"prefix_cache": False, "decode_steps": 1, "cudagraph_mode": "NONE"}
-    return {model: list(map(visible, conversation(llm_of(model, **options)))) for model in ("qwen3-next", "granite4-moe")}
+    return {model: list(map(visible, talk(llm_of(model, **options)))) for model in ("qwen3-next", "granite4-moe")}
 
 
 @pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY"])
@@ -75,7 +75,7 @@ def test_graphs_and_multi_step_runs_change_no_bit(llm_of, expected, method: str,
     model = "granite4-moe" if method == "ngram" or (method, mode) == ("none", "FULL") else "qwen3-next"
     llm = llm_of(model, method, decode_steps=4, cudagraph_mode=mode)
     runs = watch_runs(llm)
-    outputs = conversation(llm)
+    outputs = talk(llm)
     assert list(map(visible, outputs)) == expected[model]
     assert llm.engine.runner.graphs.captured
     assert method == "tree" or max(runs) > 1
