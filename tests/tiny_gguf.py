@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 
 import tiny
+import tiny_gguf_hybrids
 
 # Architecture in GGUF of each model of tiny.CASES whose file llama.cpp would write.
 ARCHITECTURES = {
@@ -31,14 +32,19 @@ ARCHITECTURES = {
     "qwen2-moe": "qwen2moe",
     "qwen3-moe": "qwen3moe",
     "gpt-oss": "gpt-oss",
+    **tiny_gguf_hybrids.ARCHITECTURES,
 }
-INTERLEAVED = ("llama", "smollm3", "granite")  # rotary pairs are adjacent rows
+HYBRIDS = set(tiny_gguf_hybrids.ARCHITECTURES.values())
+INTERLEAVED = ("llama", "smollm3", "granite", "granitehybrid")  # rotary pairs are adjacent rows
 
 
-def write(name: str, path: Path, experts: str = "F32", dequantized: bool = False) -> Path:
+def write(
+    name: str, path: Path, experts: str = "F32", dequantized: bool = False, parts: tuple[str, ...] = ("_exps",)
+) -> Path:
     """Write a model of tiny.CASES as a GGUF file of 32-bit floats.
 
-    experts: the format of their matrices; dequantized: as floats, after rounding to that format.
+    experts: the format of their matrices; dequantized: as floats, after rounding to that format. parts: ends of
+    the names of matrices that have it.
     """
     kind = ARCHITECTURES[name]
     config = json.loads(tiny.original(name).config.to_json_string())
@@ -55,9 +61,12 @@ def write(name: str, path: Path, experts: str = "F32", dequantized: bool = False
         if heads and kind in INTERLEAVED:
             data = interleave(data, config[heads])
         found = names.get_name(stem) or dense.get_name(stem)  # llama.cpp has no dense layers in `qwen2moe`
+        if full.endswith(tiny_gguf_hybrids.NAKED):
+            writer.add_tensor(names.get_name(full), data)
+            continue
         assert found is not None, f"{kind} has no tensor {stem}"
         stored = None
-        if "_exps" in found and leaf == "weight" and experts != "F32":
+        if found.endswith(parts) and leaf == "weight" and experts != "F32":
             stored = gguf.GGMLQuantizationType[experts]
             data = gguf.quantize(data, stored)
             if dequantized:
@@ -77,9 +86,8 @@ def finish(writer: gguf.GGUFWriter) -> None:
 def tensors(name: str) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the tensors of a model as the converters have them: gate and up of experts apart, [experts, N, K]."""
     interleaved = name == "gpt-oss"  # rows of gate and up; its matrices are transposed
-    for full, tensor in tiny.checkpoint(name).tensors.items():
+    for full, data in renamed(name):
         module, _, leaf = full.rpartition(".experts.")
-        data = tensor.numpy()
         if leaf.startswith("gate_up_proj"):
             suffix = "bias" if leaf.endswith("_bias") else "weight"
             data = data.swapaxes(1, 2) if interleaved and suffix == "weight" else data
@@ -96,6 +104,15 @@ def tensors(name: str) -> Iterator[tuple[str, np.ndarray]]:
             yield full, data.reshape(-1) if full.endswith("shared_expert_gate.weight") else data
 
 
+def renamed(name: str) -> Iterator[tuple[str, np.ndarray]]:
+    config = json.loads(tiny.original(name).config.to_json_string())
+    for full, tensor in tiny.checkpoint(name).tensors.items():
+        if ARCHITECTURES[name] in HYBRIDS:
+            yield from tiny_gguf_hybrids.convert(full, tensor.numpy(), ARCHITECTURES[name], config)
+        else:
+            yield full, tensor.numpy()
+
+
 def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
     """Order the rows of q and k as llama.cpp's converter does."""
     halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
@@ -110,9 +127,13 @@ def describe(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any]) -> None
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    if kind != "qwen35moe":
+        writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    if kind in HYBRIDS:
+        tiny_gguf_hybrids.describe(writer, kind, config)
+    else:
+        writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
@@ -130,7 +151,7 @@ def describe(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any]) -> None
             writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     if kind == "gpt-oss":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
-    if kind == "granite":
+    if kind.startswith("granite"):
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
         writer.add_attention_scale(config["attention_multiplier"])

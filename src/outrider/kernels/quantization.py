@@ -19,6 +19,9 @@ BLOCK = 32  # weights in a block that `kernels.cpu.quantize_weight` writes
 # The 16 values of a nibble: those of iq4_nl grow with their distance from 0; those of mxfp4 are twice an fp4 (e2m1).
 IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+# Bytes of a block that are halves, by which all its numbers are multiplied; the first two in other formats. Zero points
+# are no factors.
+SCALES = {"q4_1": (0, 4), "q5_1": (0, 4), "q4_k": (0, 4), "q5_k": (0, 4), "q6_k": (208, 210)}
 DEQUANTIZE_CHUNK = 1 << 22  # numbers that are expanded at a time: temporaries stay small beside the result
 
 
@@ -71,6 +74,24 @@ def dequantize(weight: Weight) -> Tensor:
     for first in range(0, packed.shape[0], step):
         out[first : first + step] = block.split(packed[first : first + step]).numbers()
     return out.reshape(weight.shape)
+
+
+def doubled(weight: Weight) -> Weight:
+    """Return a matrix with every number times 2, which is exact: the scales and minima of blocks are floats."""
+    block = FORMATS[weight.kind]
+    if weight.data.is_meta:  # of a model whose weights are not read
+        return weight
+    if block.split is None:
+        return replace(weight, data=2 * weight.data)
+    packed = weight.data.reshape(-1, block.bytes).clone()  # [X, bytes]
+    if weight.kind == "mxfp4":
+        packed[:, 0] += 1  # an exponent
+    elif weight.kind == "fp8":
+        packed[:, :4] = (2 * packed[:, :4].contiguous().view(torch.float32)).view(torch.uint8)
+    else:
+        first, last = SCALES.get(weight.kind, (0, 2))
+        packed[:, first:last] = (2 * packed[:, first:last].contiguous().view(torch.float16)).view(torch.uint8)
+    return replace(weight, data=packed.reshape(weight.data.shape))
 
 
 def quantize_fp8(weight: Weight) -> Weight:

@@ -7,16 +7,15 @@ all (newer transformers), the same with the rows of gate and up in turns (gpt-os
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..errors import UserError
 from ..kernels import MlpWeights, MoeWeights, Weight
+from ..kernels.quantization import doubled
 from .config import Experts, ModelConfig
-from .layers import FLOATS, WeightReader
+from .layers import WeightReader
 
 MODULES = ("mlp", "block_sparse_moe")  # the second in Mixtral's own checkpoints
 ROUTERS = ("gate", "router", "router.layer")  # the second in gpt-oss, the third in Granite 4
@@ -65,7 +64,7 @@ def moe(config: ModelConfig, experts: Experts, reader: WeightReader, layer: int)
 def _shared(config: ModelConfig, reader: WeightReader, prefix: str, module: str, inner: int) -> dict[str, Any]:
     """Read the expert of every token, and the gate of its score."""
     width = config.width
-    if not reader.has(f"{prefix}{SHARED_MLP}input_linear.weight"):
+    if not reader.has(f"{prefix}{SHARED_MLP}output_linear.weight"):
         module += "shared_expert"
         gate, up = (reader.matrix(f"{module}.{name}.weight", inner, width) for name in ("gate_proj", "up_proj"))
         down = reader.matrix(f"{module}.down_proj.weight", width, inner)
@@ -73,12 +72,8 @@ def _shared(config: ModelConfig, reader: WeightReader, prefix: str, module: str,
     else:  # its score is 1: a gate of zeros gives a half, so the output is doubled, which is exact
         module = prefix + SHARED_MLP
         gate, up = reader.matrices(module, {"gate_proj": inner, "up_proj": inner}, "input_linear", width)
-        whole = reader.stored(module + "output_linear.weight", width, inner)
-        if whole.kind not in FLOATS:
-            raise UserError(
-                f"the tensor `{module}output_linear.weight` is quantized as `{whole.kind}`: expected floats"
-            )
-        down = reader.counted(reader.quantized(replace(whole, data=2 * whole.data), fine=False))
+        whole = doubled(reader.stored(module + "output_linear.weight", width, inner))
+        down = reader.counted(reader.quantized(whole, fine=False))
         score = torch.zeros(width, device=whole.data.device)
     mlp = MlpWeights(gate=gate, up=up, down=down, activation=config.activation, eps=config.stream_eps)
     return {"shared": mlp, "shared_gate": score}

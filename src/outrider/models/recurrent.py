@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..errors import UserError
 from ..kernels import RecurrentWeights, Weight
 from .config import ModelConfig, Recurrent
 from .layers import WeightReader
@@ -31,7 +32,7 @@ def recurrent(config: ModelConfig, shape: Recurrent, reader: WeightReader, layer
         gate=reader.counted(reader.quantized(gate, fine=False)),
         output=reader.matrix(module + "out_proj.weight", config.width, shape.values),
         conv=conv,
-        decay=-torch.exp(reader.vector(module + "A_log", shape.heads)),
+        decay=_decay(reader, module, shape.heads),
         step_bias=reader.vector(module + "dt_bias", shape.heads),
         out_norm=reader.vector(module + "norm.weight", shape.head_dim if shape.delta else shape.values),
         heads=shape.heads,
@@ -45,6 +46,13 @@ def recurrent(config: ModelConfig, shape: Recurrent, reader: WeightReader, layer
         conv_bias=bias,
         skip=None if shape.delta else reader.vector(module + "D", shape.heads),
     )
+
+
+def _decay(reader: WeightReader, module: str, heads: int) -> Tensor:
+    """Read the decay of each head: stored as it is in GGUF files, elsewhere as a logarithm."""
+    if reader.has(module + "A"):
+        return reader.vector(module + "A", heads)
+    return -torch.exp(reader.vector(module + "A_log", heads))
 
 
 def _mamba_order(shape: Recurrent) -> Tensor:
@@ -70,23 +78,39 @@ def _mamba_projections(
 def _projections(
     config: ModelConfig, shape: Recurrent, reader: WeightReader, module: str
 ) -> tuple[Weight, Weight, Weight]:
-    """Read the matrices of channels, gates and controls: one each (Qwen3.5), or by key head in two (Qwen3-Next)."""
+    """Read the matrices of channels, gates and controls: one each (Qwen3.5), or by key head in two (Qwen3-Next).
+
+    GGUF files of Qwen3-Next have one each for channels and gates, and the controls by key head.
+    """
     width, channels = config.width, 2 * shape.keys + shape.values
+    controls = _controls(config, shape, reader, module)
     if not reader.has(module + "in_proj_qkvz.weight"):
-        steps, rates = (reader.stored(f"{module}in_proj_{name}.weight", shape.heads, width) for name in ("a", "b"))
         return (
             reader.stored(module + "in_proj_qkv.weight", channels, width),
             reader.stored(module + "in_proj_z.weight", shape.values, width),
-            replace(steps, shape=(2 * shape.heads, width), data=torch.cat([steps.data, rates.data])),
+            controls,
         )
     fused = reader.stored(module + "in_proj_qkvz.weight", channels + shape.values, width)
-    per_key = shape.heads // shape.key_heads
-    values = per_key * shape.head_dim  # of a key head
+    values = shape.heads // shape.key_heads * shape.head_dim  # of a key head
     order = torch.arange(channels + shape.values).view(shape.key_heads, -1)  # [G, rows of a key head]
     query, key, value, gate = torch.split(order, [shape.state_dim, shape.state_dim, values, values], 1)
-    both = reader.stored(module + "in_proj_ba.weight", 2 * shape.heads, width)
-    rate, step = torch.split(torch.arange(2 * shape.heads).view(shape.key_heads, -1), per_key, 1)
-    return _rows(fused, query, key, value), _rows(fused, gate), _rows(both, step, rate)
+    return _rows(fused, query, key, value), _rows(fused, gate), controls
+
+
+def _controls(config: ModelConfig, shape: Recurrent, reader: WeightReader, module: str) -> Weight:
+    """Read the matrix of controls: all time steps, then all rates."""
+    if reader.has(module + "in_proj_ba.weight"):
+        both = reader.stored(module + "in_proj_ba.weight", 2 * shape.heads, config.width)
+        rows = torch.arange(2 * shape.heads).view(shape.key_heads, -1)
+        rate, step = torch.split(rows, shape.heads // shape.key_heads, 1)
+        return _rows(both, step, rate)
+    steps, rates = (reader.stored(f"{module}in_proj_{name}.weight", shape.heads, config.width) for name in ("a", "b"))
+    if steps.kind != rates.kind:
+        raise UserError(
+            f"the tensors `{module}in_proj_a.weight` and `in_proj_b.weight` are stored as {steps.kind} and "
+            f"{rates.kind}: expected one format"
+        )
+    return replace(steps, shape=(2 * shape.heads, config.width), data=torch.cat([steps.data, rates.data]))
 
 
 def _rows(weight: Weight, *rows: Tensor) -> Weight:

@@ -26,6 +26,7 @@ MAX_TOKEN = 2**12  # characters; deriving merges takes quadratic time, and real 
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_MARKED_WORD = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
 _SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _GAPS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -127,6 +128,9 @@ _GPT2 = Splitting()
 _DIGITS = Splitting(digits=True)
 _LLAMA3 = Splitting(f"{_CONTRACTIONS}|{_WORD}|\\p{{N}}{{1,3}}|{_SIGNS}|{_GAPS}", whole_words=True, adds_bos=True)
 _QWEN2 = Splitting(f"{_CONTRACTIONS}|{_WORD}|\\p{{N}}|{_SIGNS}|{_GAPS}", normal_form=True)
+_QWEN35 = replace(  # combining marks belong to words
+    _QWEN2, pattern=rf"{_CONTRACTIONS}|{_MARKED_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_GAPS}"
+)
 _TEKKEN = Splitting(f"{_cased()}|\\p{{N}}| ?[^\\s\\p{{L}}\\p{{N}}]+[\\r\\n/]*|{_GAPS}", whole_words=True, adds_bos=True)
 _GPT4O = Splitting(rf"{_cased(_CONTRACTIONS + '?')}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_GAPS}")
 
@@ -145,6 +149,7 @@ SPLITTINGS = {
     "olmo": _GPT2,
     "gpt-4o": _GPT4O,  # gpt-oss
     "qwen2": _QWEN2,
+    "qwen35": _QWEN35,
     "deepseek-r1-qwen": _QWEN2,
     "tekken": _TEKKEN,
 }

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..kernels import Weight
+from ..kernels.quantization import FORMATS
 from .quantized import QuantizedMatrix
 
 
@@ -28,15 +29,33 @@ class Stored:
     shape: tuple[int, ...]
     data: Tensor  # floats of `shape`, or uint8 [N, bytes per row]
     interleaved_heads: int = 0  # heads whose rotary pairs are adjacent rows; 0: pairs are half a head apart
+    rows: np.ndarray | None = None  # [N]: the stored row of each row; None: in order
+    columns: np.ndarray | None = None  # [K]: the stored column of each column; None: in order
 
     def load(self) -> Weight:
-        if not self.interleaved_heads:
-            return Weight(self.kind, self.shape, self.data)
-        # Whole rows move, so quantized rows work like floats. NumPy moves them on this thread: waking torch's threads
-        # would take ten times as long.
-        rows = np.arange(self.shape[0]).reshape(self.interleaved_heads, -1, 2).swapaxes(1, 2).ravel()  # [N]
-        permuted = self.data.view(torch.uint8).view(len(rows), -1).numpy().take(rows, axis=0)  # [N, bytes per row]
-        return Weight(self.kind, self.shape, torch.from_numpy(permuted).view(self.data.dtype).view(self.data.shape))
+        rows = self.rows
+        if self.interleaved_heads:
+            rows = np.arange(self.shape[0]).reshape(self.interleaved_heads, -1, 2).swapaxes(1, 2).ravel()  # [N]
+        if rows is not None:
+            # Whole rows move, so quantized rows work like floats. NumPy moves them on this thread: waking torch's
+            # threads would take ten times as long.
+            permuted = self.data.view(torch.uint8).view(len(rows), -1).numpy().take(rows, axis=0)  # [N, bytes per row]
+            data = torch.from_numpy(permuted).view(self.data.dtype).view(self.data.shape)
+            return Weight(self.kind, self.shape, data)
+        if self.columns is not None:
+            return self._with_columns(self.columns)
+        return Weight(self.kind, self.shape, self.data)
+
+    def _with_columns(self, columns: np.ndarray) -> Weight:
+        """Move the columns in whole blocks if they allow it; else state the input of each stored column."""
+        block = FORMATS[self.kind]
+        firsts = columns.reshape(-1, block.elements)[:, 0] if len(columns) % block.elements == 0 else columns[:0]
+        blocks = (firsts // block.elements).repeat(block.elements) * block.elements
+        if not np.array_equal(blocks + np.arange(len(blocks)) % block.elements, columns):
+            return Weight(self.kind, self.shape, self.data, torch.from_numpy(np.argsort(columns).astype(np.int32)))
+        units = self.data.view(torch.uint8).view(self.shape[0], len(firsts), block.bytes).numpy()
+        moved = torch.from_numpy(units.take(firsts // block.elements, axis=1))
+        return Weight(self.kind, self.shape, moved.view(self.shape[0], -1).view(self.data.dtype).view(self.data.shape))
 
     @property
     def bytes(self) -> int:

@@ -14,6 +14,7 @@ from ..errors import UserError
 from ..kernels.quantization import FORMATS
 from .checkpoint import Checkpoint, Stored, listed_ids, view
 from .gguf_header import GgufHeader, TensorInfo
+from .gguf_hybrids import HYBRIDS, hybrid_keys, hybrid_name, is_module, kv_head_count, restore
 from .gguf_parts import GgufParts
 
 NAMES = {
@@ -78,11 +79,24 @@ ARCHITECTURES = {
     "qwen2moe": GgufArchitecture("qwen2_moe", "Qwen2MoeForCausalLM"),
     "qwen3moe": GgufArchitecture("qwen3_moe", "Qwen3MoeForCausalLM"),
     "gemma3": GgufArchitecture("gemma3_text", "Gemma3ForCausalLM", names=SANDWICH_NAMES),
+    "qwen3next": GgufArchitecture("qwen3_next", "Qwen3NextForCausalLM"),
+    "qwen35": GgufArchitecture("qwen3_5_text", "Qwen3_5ForCausalLM"),
+    "qwen35moe": GgufArchitecture("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
+    "granitehybrid": GgufArchitecture("granitemoehybrid", "GraniteMoeHybridForCausalLM", interleaved=True),
 }
 MISTRAL = GgufArchitecture("mistral", "MistralForCausalLM", interleaved=True)
 MIXTRAL = GgufArchitecture("mixtral", "MixtralForCausalLM", interleaved=True)
 # Whether the scores of the chosen experts are divided by their sum: as llama.cpp has it, files do not say.
-NORMALIZED_SCORES = {"mixtral": True, "gpt_oss": True, "olmoe": False, "qwen2_moe": False, "qwen3_moe": True}
+NORMALIZED_SCORES = {
+    "mixtral": True,
+    "gpt_oss": True,
+    "olmoe": False,
+    "qwen2_moe": False,
+    "qwen3_moe": True,
+    "qwen3_next": True,
+    "qwen3_5_moe_text": True,
+    "granitemoehybrid": True,
+}
 GEMMA_LOCAL_BASE = 10_000.0  # rope base of the sliding layers, which most files leave out
 GEMMA_PATTERN = 6  # every sixth layer has full attention
 GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}  # the only sizes whose attention scale does not follow from head_dim
@@ -106,12 +120,19 @@ def open_gguf(path: Path) -> Checkpoint:
     config = translate(fields)
     tensors: dict[str, Stored] = {}
     for tensor, mapped in parts.tensors:
-        tensors[hugging_face_name(tensor.name, fields.architecture.names)] = Stored(
+        if fields.modules and is_module(tensor.name, fields.layers()):
+            continue
+        stored = Stored(
             tensor.kind,
             tensor.shape,
             view(mapped, tensor.offset, tensor.size, FORMATS[tensor.kind].dtype, tensor.shape),
             interleaved_heads(path, tensor, config) if fields.architecture.interleaved else 0,
         )
+        name = hybrid_name(tensor.name, fields.name) if fields.name in HYBRIDS else None
+        if name is None:
+            tensors[hugging_face_name(tensor.name, fields.architecture.names)] = stored
+        else:
+            tensors[name] = restore(name, stored, fields.name, config)
     if LONG_ROPE.keys() <= tensors.keys():
         config["rope_scaling"] = long_rope(fields, {LONG_ROPE[name]: tensors.pop(name) for name in LONG_ROPE})
     tokenizer = {key: value for key, value in header.metadata.items() if key.startswith("tokenizer.")}
@@ -201,8 +222,13 @@ class GgufFields:
     def expert_tensor(self, layer: int, part: str) -> TensorInfo | None:
         return self.tensors.get(f"blk.{layer}.ffn_{part}.weight")
 
+    @property
+    def modules(self) -> int:
+        """Return the number of MTP modules, which are counted as layers and not read."""
+        return self.count("nextn_predict_layers") if self.get("nextn_predict_layers") else 0
+
     def layers(self) -> int:
-        layers = self.count("block_count")
+        layers = self.count("block_count") - self.modules
         if layers > len(self.tensors):
             raise UserError(f"`{self.path}` claims {layers} layers, but has only {len(self.tensors)} tensors")
         return layers
@@ -222,10 +248,10 @@ def translate(fields: GgufFields) -> dict[str, Any]:
         "architectures": [fields.architecture.class_name],
         "vocab_size": embedding.shape[0],
         "hidden_size": width,
-        "intermediate_size": fields.count("feed_forward_length"),
+        "intermediate_size": mlp_width(fields),
         "num_hidden_layers": fields.layers(),
         "num_attention_heads": heads,
-        "num_key_value_heads": fields.count("attention.head_count_kv", default=heads),
+        "num_key_value_heads": kv_head_count(fields, heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": fields.real("attention.layer_norm_rms_epsilon", 1e-6),
@@ -242,7 +268,9 @@ def translate(fields: GgufFields) -> dict[str, Any]:
         config["partial_rotary_factor"] = rotary / head_dim
     if fields.name in GEMMA_27B_LAYERS:
         config |= gemma(fields, config)
-    if fields.name == "granite":
+    if fields.name in HYBRIDS:
+        config |= hybrid_keys(fields, config)
+    if fields.name in ("granite", "granitehybrid"):
         config |= {name: fields.real(key, 1.0) for key, name in GRANITE_KEYS.items() if fields.get(key) is not None}
     if fields.get("expert_count"):
         config |= experts(fields)
@@ -250,6 +278,12 @@ def translate(fields: GgufFields) -> dict[str, Any]:
         layers = range(1, config["num_hidden_layers"] + 1)
         config["no_rope_layers"] = [int(layer % SMOLLM3_PATTERN != 0) for layer in layers]
     return config | fields.config_keys
+
+
+def mlp_width(fields: GgufFields) -> int:
+    """Return the inner width of an MLP; files of Qwen3.5 without dense layers state that of experts alone."""
+    experts_alone = fields.get("feed_forward_length") is None and fields.get("expert_feed_forward_length")
+    return fields.count("expert_feed_forward_length" if experts_alone else "feed_forward_length")
 
 
 def rope_scaling(fields: GgufFields) -> dict[str, Any] | None:
