@@ -160,6 +160,6 @@ def _grouped(part: str, stored: Stored, config: Mapping[str, Any]) -> Stored:
     columns = part == "out_proj.weight"
     if not unit or stored.shape[-1 if columns else 0] != first + heads * unit:
         return stored  # no heads; or refused by its shape where it is read
-    places = np.arange(heads * unit).reshape(heads // groups, groups, unit).swapaxes(0, 1).ravel() + first
-    order = np.concatenate([np.arange(first), places])
+    indices = np.arange(heads * unit).reshape(heads // groups, groups, unit).swapaxes(0, 1).ravel() + first
+    order = np.concatenate([np.arange(first), indices])
     return replace(stored, columns=order) if columns else replace(stored, rows=order)
