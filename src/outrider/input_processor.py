@@ -13,7 +13,6 @@ from .adapters import Adapter
 from .config import ResolvedConfig
 from .errors import PromptError, UserError
 from .request import Request
-from .sampler import is_multi_step
 from .speculation.manager import SpeculationManager
 from .structured_output.compiler import Compiler
 from .structured_output.matcher import GrammarMatcher
@@ -157,7 +156,8 @@ class InputProcessor:
             grammar=GrammarMatcher(self.compiler.compile(params.structured)) if params.structured is not None else None,
             **asdict(assigned),
         )
-        request.multi_step = is_multi_step(request) and self.spec_manager.can_multi_step(request.method)
+        # The mask of a grammar depends on the token before it, and the host computes it.
+        request.multi_step = params.structured is None and self.spec_manager.can_multi_step(request.method)
         return request
 
     def _prediction(self, params: SamplingParams) -> list[int]:

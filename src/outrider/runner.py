@@ -14,7 +14,7 @@ from .adapters import Adapter
 from .cache.pages import Pages, slots_of
 from .device import Buffer, Device
 from .device.graphs import MAX_TOKENS, Graphs
-from .input_batch import BatchBuilder, Shape, collect, make_batch, padded_shape
+from .input_batch import BatchBuilder, Shape, collect, make_batch, padded_shape, slot_of
 from .kernels import Batch
 from .models import Model
 from .multi_step.loop import MultiStepRunner
@@ -75,7 +75,7 @@ class Runner:
         self.aux_layers = tuple(sorted({layer for need in needs for layer in need.aux_layers}))  # of all drafters
         self.sampler = Sampler(self.ops, device, model.config.vocabulary)
         self.single_row = SingleRowStep(model, device, pages, spec_manager.verifier)
-        self.multi_step = MultiStepRunner(model, device, pages, spec_manager, graphs, context)
+        self.multi_step = MultiStepRunner(model, device, pages, spec_manager, graphs, context, self)
         # Decode steps have few different shapes, so their tensors are reused.
         self.batches: dict[Shape, tuple[Buffer, Batch]] = {}
         self._graph_shape: Shape | None = None  # padded shape of the last batch, if it is captured
@@ -114,7 +114,7 @@ class Runner:
             return TargetResult(outcomes, AuxStates(aux_layers, states), {}, {}, single.recorded)
         sampling = [index for index, row in enumerate(rows) if row.sample]
         batch, inputs = self.gather(rows), self.sampler.prepare([rows[index] for index in sampling])
-        hidden, states = self._forward(batch, aux_layers)  # [T, E] each
+        hidden, states = self.forward(batch, aux_layers)  # [T, E] each
         begins = list(accumulate((row.size for row in rows[:-1]), initial=0))  # index of each row's first token
         prompts = {
             i: self._prompt_logprobs(hidden, row, begins[i]) for i, row in enumerate(rows) if needs_prompt_logprobs(row)
@@ -136,6 +136,25 @@ class Runner:
         inputs.fill(builder.pack(shape, self.device.alignment))
         return batch
 
+    def gather_run(self, rows: list[Row], count: int, width: int) -> Batch | None:
+        """Return a captured batch of `count` rows with `width` + 1 tokens each, for a multi-step run; None: no graph.
+
+        The run fills tokens, positions, slots and states in each step. Rows that pad come last.
+        """
+        builder, size = BatchBuilder(), width + 1
+        adapted = any(row.request.adapter is not None for row in rows)
+        for row in [*rows, *[None] * (count - len(rows))]:
+            pages = [] if row is None else row.request.pages
+            adapters = [-1 if row is None else slot_of(row.request)] * size if adapted else ()
+            states = () if self.pages.recurrent is None else (0, 0, 0)
+            builder.add([0] * size, [0] * size, [-1] * size, pages, (), adapters, states)
+        self._graph_shape = self._captured_shape(builder.shape, rows)
+        if self._graph_shape is None:
+            return None
+        inputs, batch = self._batch(self._graph_shape)
+        inputs.fill(builder.pack(self._graph_shape, self.device.alignment))
+        return batch
+
     def _captured_shape(self, shape: Shape, rows: list[Row]) -> Shape | None:
         """Return the shape of the graph that runs this batch; None: it runs without one."""
         decodes = all(len(row.tokens) == 1 for row in rows)
@@ -155,7 +174,7 @@ class Runner:
             self.batches[shape] = make_batch(self.device, shape, self.device.alignment)
         return self.batches[shape]
 
-    def _forward(self, batch: Batch, aux_layers: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
+    def forward(self, batch: Batch, aux_layers: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
         """Run the target over the batch, by replay if its shape is captured."""
         if self._graph_shape is None:
             return self.model.forward(batch, self.pages.storages, aux_layers)

@@ -100,16 +100,9 @@ class Sampler:
     def logprobs(self, logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
         """Return the log-probability of tokens[r] under logits[r] ([R, V]), and the top counts[r] tokens."""
         ids = self.device.upload(tokens, torch.int32)
-        most = 1 << (max(counts) - 1).bit_length() if max(counts) else 0  # kernels are compiled for each number
-        top = self.ops.top_logprobs(logits, ids, min(most, logits.shape[1]))
-        rows = zip(top.tokens.tolist(), top.values.tolist(), strict=True)
-        pairs = [tuple(zip(ids, values, strict=True)) for ids, values in rows]
-        return [
-            TokenLogprobs(token, logprob, rank, top_tokens[:count])
-            for token, logprob, rank, top_tokens, count in zip(
-                tokens, top.chosen.tolist(), top.rank.tolist(), pairs, counts, strict=True
-            )
-        ]
+        top = self.ops.top_logprobs(logits, ids, top_count(counts, logits.shape[1]))
+        columns = top.chosen.tolist(), top.rank.tolist(), top.values.tolist(), top.tokens.tolist()
+        return token_logprobs(tokens, *columns, counts)
 
     def warm_up_masks(self) -> None:
         """Run the kernel of grammar masks, which a warm-up without a grammar does not reach."""
@@ -181,6 +174,26 @@ class Sampler:
                 sampled[begin + 1 : end] = 1
             begin = end
         return logits, sampled
+
+
+def top_count(counts: Sequence[int], vocabulary: int) -> int:
+    """Return how many top tokens to compute: a power of two, because kernels are compiled for each number."""
+    return min(1 << (max(counts) - 1).bit_length() if max(counts) else 0, vocabulary)
+
+
+def token_logprobs(
+    tokens: Sequence[int],
+    chosen: Sequence[float],
+    ranks: Sequence[int],
+    values: Sequence[Sequence[float]],
+    top_tokens: Sequence[Sequence[int]],
+    counts: Sequence[int],
+) -> list[TokenLogprobs]:
+    """Return the log-probabilities of tokens from the rows of a TopLogprobs; counts: top tokens of each to report."""
+    return [
+        TokenLogprobs(token, logprob, rank, tuple(zip(top[:count], own[:count], strict=True)))
+        for token, logprob, rank, own, top, count in zip(tokens, chosen, ranks, values, top_tokens, counts, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -282,8 +295,8 @@ def needs_processors(request: Request) -> bool:
     )
 
 
-def is_multi_step(request: Request) -> bool:
-    """Return True if the request can be sampled for several steps without the host."""
+def is_plain(request: Request) -> bool:
+    """Return True if the logits of the request are neither changed nor reported."""
     params = request.params
     no_logprobs = params.logprobs is None and params.prompt_logprobs is None
     return no_logprobs and params.structured is None and not needs_processors(request)

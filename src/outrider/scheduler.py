@@ -564,13 +564,16 @@ class Scheduler:
         elif not steps:
             if request.continues_after(result.tokens) and not request.params.trace:
                 request.output += result.tokens  # the common case, for what may be thousands of requests
+                request.logprobs += result.logprobs
                 request.spec_stats.count_plain(len(result.tokens))
                 return None
             steps = [DecodeStep(None, [token]) for token in result.tokens]
+        first = 0
         for step in steps:
-            ending = self._append_step(request, step, result.logprobs)
+            ending = self._append_step(request, step, result.logprobs[first : first + len(step.tokens)])
             if ending is not None:
                 return ending
+            first += len(step.tokens)
         return None
 
     @staticmethod

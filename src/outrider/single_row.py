@@ -15,7 +15,7 @@ from .kernels import SamplingMetadata, VerifyInputs
 from .models import Model
 from .recordings import Recorded, Recordings, padded_table, table_width
 from .request import Request, Row
-from .sampler import is_multi_step
+from .sampler import is_plain
 from .speculation.verifier import Verifier
 
 
@@ -81,7 +81,7 @@ class SingleRowStep:
             params, self._request = request.params, None  # of no request until the buffers are filled
             self._floats.fill([params.temperature, params.top_p, params.min_p])
             self._seed.fill([request.seed])
-            self._request, self._usable = request, is_multi_step(request)
+            self._request, self._usable = request, is_plain(request)
         return self._usable
 
     def _logits_of(self, size: int) -> Tensor:

@@ -158,6 +158,8 @@ class WarmUp:
                     row = Row(request, TOKENS - 1, [0], sample=True, draft=draft)
                     self.runner.step(Step([row] * rows))
         self.runner.sampler.warm_up_masks()
+        if self.resolved.decode_steps > 1:
+            self.runner.multi_step.processing.warm_up(run_widths(most) if most else [0])
 
     def _read_prompts(self) -> None:
         """Let the drafter read prompts, and draft after them: shorter ones are captured, longer ones are not."""

@@ -21,7 +21,7 @@ import tiny_heads
 from backends import backends, settings
 from fake_device import FakeDevice
 from laws.mix import BASE, PROMPT, visible, with_options
-from laws.test_multi_step_runs import count
+from laws.test_multi_step_runs import count, watch_runs
 from laws.test_variants import VARIANTS
 from outrider import LLM, SamplingParams
 from outrider.multi_step.loop import RunBuffers
@@ -197,9 +197,9 @@ def all_passes(llm: LLM) -> list[PassGraphs]:
 def poisoned(llm: LLM) -> LLM:
     """Poison every buffer that a captured graph reads before each step, multi-step run or decode step fills it."""
     runner, multi_step = llm.engine.runner, llm.engine.runner.multi_step
-    gather, fill, run = runner.gather, multi_step.fill, runner.graphs.run
+    gather, fill, run, gather_run = runner.gather, multi_step.fill, runner.graphs.run, runner.gather_run
 
-    def gather_anew(rows):  # type: ignore[no-untyped-def]
+    def poison_steps() -> None:
         for tensor in [inputs.tensor for inputs, _ in runner.batches.values()] + list(runner.graph_outputs.values()):
             spoil(tensor)
         for passes in all_passes(llm):
@@ -207,7 +207,14 @@ def poisoned(llm: LLM) -> LLM:
                 spoil(buffers.inputs.tensor)
             for tensor in [*passes.features.values(), *passes.states.values()]:
                 spoil(tensor)
+
+    def gather_anew(rows):  # type: ignore[no-untyped-def]
+        poison_steps()
         return gather(rows)
+
+    def gather_run_anew(rows, count, width):  # type: ignore[no-untyped-def]
+        poison_steps()
+        return gather_run(rows, count, width)
 
     def fill_anew(buffers, rows):  # type: ignore[no-untyped-def]
         poison(buffers)
@@ -223,6 +230,7 @@ def poisoned(llm: LLM) -> LLM:
         return run(key, part)
 
     runner.gather, multi_step.fill, runner.graphs.run = gather_anew, fill_anew, run_anew  # type: ignore[method-assign]
+    runner.gather_run = gather_run_anew  # type: ignore[method-assign]
     return llm
 
 
@@ -238,6 +246,30 @@ def check_multi_step_runs(stage: Stage, method: str, llm: LLM) -> None:
 @pytest.mark.parametrize("method", ["none", "ngram", *HEADS, "modules", "rejection"])
 def test_multi_step_runs_read_nothing_stale(stage: Stage, method: str) -> None:
     check_multi_step_runs(stage, method, poisoned(stage.llm(method, "FULL")))
+
+
+# Each beside the others, and beside a row without any.
+PROCESSED = [
+    replace(PARAMS[0], max_tokens=12, repetition_penalty=1.4, logprobs=2),
+    replace(PARAMS[1], presence_penalty=0.6, frequency_penalty=0.3, logit_bias={5: 1.5}),
+    replace(PARAMS[2], max_tokens=10),
+    replace(PARAMS[3], logprobs=0, allowed_token_ids=range(3, 60), bad_words=["!#", "%"]),
+    replace(PARAMS[4], min_tokens=3, logit_bias={2: 4.0}, banned_token_ids=[9]),
+]
+
+
+@pytest.mark.parametrize("method", ["none", "ngram", "eagle3", "dspark", "rejection"])
+def test_runs_with_processors_and_logprobs_read_nothing_stale(stage: Stage, method: str) -> None:
+    params = [replace(own, temperature=own.temperature or 2.0) for own in PROCESSED]
+    params = params if method == "rejection" else PROCESSED
+    stepwise = answers(stage.llm(method, "NONE", 1), params)
+    assert answers(stage.llm(method, "NONE"), params) == stepwise
+    llm = poisoned(stage.llm(method, "FULL"))
+    runs = watch_runs(llm)
+    assert answers(llm, params) == stepwise
+    assert len(runs) > 4 and captured(llm, "forward")
+    for kind in () if method == "none" else ("extend", "decode"):
+        assert captured(llm, kind), kind
 
 
 @pytest.mark.parametrize("method", ["none", "eagle3", "rejection"])

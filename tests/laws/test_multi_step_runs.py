@@ -8,14 +8,16 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import tiny_heads
 from backends import backends
-from laws.mix import BASE, FINDING, PROMPT, visible, with_options
+from laws.mix import BASE, FINDING, MIX, PROMPT, visible, with_options
 from laws.test_variants import VARIANTS
 from outrider import LLM, Output, SamplingParams
+from outrider.types import StructuredOutput
 
 # Multi-step runs share their code across backends; `reference`, which is slow, runs a selection.
 FAST = pytest.mark.parametrize("tiny_llm", backends("cpu"), indirect=True)
@@ -129,11 +131,47 @@ def test_prefix_cache_serves_pages_of_multi_step_runs(tiny_llm, tmp_path: Path) 
     assert count(outputs[0]) == count(outputs[1])
 
 
+# Parameters whose effect follows the text: each in a request of its own, and beside one that has none.
+FOLLOWING = ("greedy", "warm", "penalties", "bias", "allowed", "words", "stops", "ends", "two", "narrow")
+
+
+@pytest.mark.parametrize("method", ["none", "eagle3", "ngram"])
+def test_processors_and_logprobs_follow_the_texts_on_the_device(tiny_llm, tmp_path: Path, method: str) -> None:
+    """Batches of all of them, of one alone, and of some that join while others run."""
+    options: dict[str, object] = {} if method == "none" else {"width": 3, "adaptive": "no"}
+    if method == "eagle3":
+        options |= tiny_heads.make("eagle3", tmp_path)
+    speculate = with_options(method, **options) if options else method
+    stepwise, llm = tiny_llm(speculate=speculate), tiny_llm(speculate=speculate, decode_steps=4, max_requests=6)
+    runs = watch_runs(llm)
+    params = [replace(MIX[name], max_tokens=12 + index) for index, name in enumerate(FOLLOWING)]
+    params += [replace(BASE, max_tokens=20, **LEAST[index % len(LEAST)]) for index in range(6)]
+    prompts = [PROMPTS[index % 4] for index in range(len(params))]
+    for first, last in ((0, len(params)), (2, 3), (5, 6), (1, 4)):
+        runs.clear()
+        expected, outputs = (one.generate(prompts[first:last], params[first:last]) for one in (stepwise, llm))
+        for output, meant, own in zip(outputs, expected, params[first:last], strict=True):
+            assert visible(output) == visible(meant), own
+            if not own.stop and own.speculate_width is None:  # a run ends after a stop string, and has one width
+                assert count(output) == count(meant), own
+        assert runs and max(runs) > 1
+    llm.engine.scheduler.check()
+
+
+LEAST: list[dict[str, Any]] = [
+    {},
+    {"repetition_penalty": 1.3, "temperature": 0.7},
+    {"presence_penalty": -0.31, "frequency_penalty": 0.17, "logit_bias": {7: 0.1, 40: -0.3}},
+    {"min_tokens": 9, "ignore_eos": False, "logit_bias": {2: 6.0}},
+]
+
+
 @FAST
 def test_rows_that_need_the_host_run_beside_others(tiny_llm, tmp_path: Path) -> None:
     """Rows that need the host share a batch with rows that do not; each gives the same text as alone."""
     speculate = with_options("eagle3", adaptive="no", **tiny_heads.make("eagle3", tmp_path))
-    params = [BASE, replace(BASE, logprobs=2), replace(BASE, frequency_penalty=0.5), replace(BASE, speculate=False)]
+    structured = replace(BASE, structured=StructuredOutput("regex", "[a-f]{40}"), ignore_eos=False)
+    params = [BASE, structured, replace(BASE, logprobs=2), replace(BASE, speculate=False)]
     stepwise, llm = tiny_llm(speculate=speculate), tiny_llm(speculate=speculate, decode_steps=4)
     for chosen in (params, params[:1] + params[3:], params[:2]):
         expected, outputs = (one.generate([PROMPT] * len(chosen), chosen) for one in (stepwise, llm))

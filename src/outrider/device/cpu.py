@@ -63,7 +63,7 @@ class Cpu:
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         # NumPy has no bfloat16 and no e4m3: allocate integers of the same width and view them.
-        integer = {1: np.int8, 2: np.int16, 4: np.int32}[dtype.itemsize]
+        integer = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}[dtype.itemsize]
         return torch.from_numpy(np.zeros(math.prod(shape), dtype=integer)).view(dtype).view(*shape)
 
     def host_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -15,6 +15,7 @@ NUMPY: dict[torch.dtype, type[Any]] = {
     torch.int64: np.int64,
     torch.uint8: np.uint8,
     torch.float32: np.float32,
+    torch.float64: np.float64,
 }
 Values = Sequence[int] | Sequence[float] | np.ndarray[Any, Any]
 Result = TypeVar("Result")

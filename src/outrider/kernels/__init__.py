@@ -12,6 +12,7 @@ from .structures import AttentionWeights as AttentionWeights
 from .structures import Batch as Batch
 from .structures import BlockInputs as BlockInputs
 from .structures import ChildTokens as ChildTokens
+from .structures import DecodeProcessors as DecodeProcessors
 from .structures import DraftInputs as DraftInputs
 from .structures import LayerPages as LayerPages
 from .structures import LogitsProcessors as LogitsProcessors

@@ -19,6 +19,7 @@ from .structures import (
     Batch,
     BlockInputs,
     ChildTokens,
+    DecodeProcessors,
     DraftInputs,
     LayerPages,
     LogitsProcessors,
@@ -141,6 +142,20 @@ class Kernels(Protocol):
 
     def process_logits(self, logits: Tensor, processors: LogitsProcessors) -> None:
         """Apply penalties, biases and bans to logits [R, V], in place."""
+        ...
+
+    def process_decode_logits(
+        self, logits: Tensor, processors: DecodeProcessors, drafts: Tensor, positions: Tensor
+    ) -> None:
+        """Apply penalties, biases and bans to logits [B * (W + 1), V] of texts with drafts [B, W] int32, in place.
+
+        Row w of a text follows its first w draft tokens, and predicts the token at positions[b] + 1 + w. positions [B]
+        int32: of the newest tokens. The results are those of process_logits for the same text.
+        """
+        ...
+
+    def count_tokens(self, processors: DecodeProcessors, tokens: Tensor) -> None:
+        """Count tokens [B, N] int32 in the marks of the texts with COUNTED; -1: none."""
         ...
 
     def mask_logits(self, logits: Tensor, masks: Tensor, rows: Tensor) -> None:

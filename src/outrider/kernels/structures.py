@@ -176,6 +176,30 @@ class LogitsProcessors:
     only: Tensor  # [R] uint8; 1: tokens that are not listed become -inf
 
 
+# Bits of DecodeProcessors.marks above the count of a token.
+MARK_COUNT = (1 << 24) - 1
+MARK_PROMPT = 1 << 24  # in the prompt, of a text with a repetition penalty
+MARK_BIAS = 1 << 25
+MARK_BANNED = 1 << 26
+MARK_END = 1 << 27  # banned before `min_lengths`
+MARK_ALLOWED = 1 << 28
+# Bits of DecodeProcessors.kinds.
+PROCESSED = 1  # the logits of the text change
+COUNTED = 2  # it has penalties: its tokens are counted
+ONLY_ALLOWED = 4  # tokens without MARK_ALLOWED become -inf
+
+
+@dataclass(frozen=True)
+class DecodeProcessors:
+    """Logits processors of texts that grow on the device. Letters: B texts, V vocabulary."""
+
+    marks: Tensor  # [B, V] int32: how often the output contains the token, and MARK bits
+    bias: Tensor  # [B, V] f64: the bias of tokens with MARK_BIAS; of any shape if there is none
+    penalties: Tensor  # [B, 3] f64: repetition, presence, frequency
+    min_lengths: Tensor  # [B] int32: tokens with MARK_END are banned at lower positions
+    kinds: Tensor  # [B] int32: 0, or bits
+
+
 @dataclass(frozen=True)
 class SamplingMetadata:
     """Sampling parameters of each row of logits."""

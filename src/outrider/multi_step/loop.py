@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from ..speculation.manager import SpeculationManager
 from ..types import DecodeStep, Draft
 from .drafting import CapturedDrafting
 from .planner import RunPlanner
+from .processing import RunProcessing, StepProcessing
 from .progress import RunOutputs, queued_steps
 from .state import DecodeState, StepDrafter
 
@@ -52,6 +54,16 @@ class RunBuffers:
     kept: bool = False  # captured by the warm-up
 
 
+class StepGraphs(Protocol):
+    """Runs the target by the graphs of steps with the host (runner.py)."""
+
+    def gather_run(self, rows: list[Row], count: int, width: int) -> Batch | None:
+        """Return a captured batch of `count` rows with `width` + 1 tokens each; None: there is no graph."""
+        ...
+
+    def forward(self, batch: Batch, aux_layers: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]: ...
+
+
 class MultiStepRunner:
     def __init__(
         self,
@@ -61,7 +73,10 @@ class MultiStepRunner:
         spec_manager: SpeculationManager,
         graphs: Graphs,
         context: int,
+        step_graphs: StepGraphs,
     ) -> None:
+        self.step_graphs = step_graphs
+        self.processing = RunProcessing(model.ops, device, model.config.vocabulary)
         self.model, self.ops, self.device, self.pages = model, model.ops, device, pages
         self.spec_manager, self.verifier = spec_manager, spec_manager.verifier
         self.planner, self.graphs, self.context = RunPlanner(spec_manager), graphs, context
@@ -81,10 +96,15 @@ class MultiStepRunner:
             return None
         width = self.planner.width(name, requests)
         key, buffers = self.buffers_for(name, step.rows, width)
+        processing = self.processing.begin(step.rows, buffers.state, step.decode_steps)
+        if processing is not None and self.graphs.decoding:
+            processing.batch = self.step_graphs.gather_run(step.rows, buffers.state.rows, width)
+            if processing.batch is None:
+                return None
         self.fill(buffers, step.rows)
         timed = TIMED_STEPS if buffers.captured and self.planner.learns(name) else 0
         outputs = RunOutputs(self.device, step.rows, step.decode_steps, buffers.output, queued_steps(self.step_seconds))
-        fences = self._launch(buffers, key, step.decode_steps, timed, outputs)
+        fences = self._launch(buffers, key, step.decode_steps, timed, outputs, processing)
         end = self.device.fence()
         buffers.captured = True
         listed, drafts = outputs.read(), buffers.state.drafts.tolist()
@@ -93,6 +113,11 @@ class MultiStepRunner:
         self.busy += seconds
         self.step_seconds = seconds / len(listed)
         results = read_results(buffers, step.rows, listed, drafts)
+        if processing is not None:
+            self.processing.finish(requests, [len(result.tokens) for result in results])
+            results = [
+                replace(result, logprobs=processing.logprobs_of(row, result)) for row, result in enumerate(results)
+            ]
         if width and self.verifier.reads_drafts:
             ignored = [sum(output[row][-1] for output in listed) for row in range(len(requests))]
             self.spec_manager.count_nonfinite(requests, ignored)
@@ -108,7 +133,13 @@ class MultiStepRunner:
         return fences
 
     def _launch(
-        self, buffers: RunBuffers, key: Key, steps: int, timed: int, outputs: RunOutputs | None = None
+        self,
+        buffers: RunBuffers,
+        key: Key,
+        steps: int,
+        timed: int,
+        outputs: RunOutputs | None = None,
+        processing: StepProcessing | None = None,
     ) -> list[Fence]:
         """Start `steps` steps, or as many as the texts need if `outputs` follows them.
 
@@ -118,7 +149,10 @@ class MultiStepRunner:
         for step in range(steps):
             if outputs is not None and not outputs.needs_step():
                 break
-            self.run_part(("target", *key), lambda: self._target(buffers))
+            if processing is None:
+                self.run_part(("target", *key), lambda: self._target(buffers))
+            else:
+                self._target(buffers, processing)
             if outputs is not None:
                 outputs.put(buffers.output)
             if step < timed:
@@ -140,7 +174,7 @@ class MultiStepRunner:
 
     # ---- one decode step, all of it on the device ----
 
-    def _target(self, buffers: RunBuffers) -> None:
+    def _target(self, buffers: RunBuffers, processing: StepProcessing | None = None) -> None:
         """Run the newest tokens and their drafts, verify, and advance the state."""
         state, batch, width = buffers.state, buffers.state.batch, buffers.state.width
         tables = batch.page_tables
@@ -154,22 +188,41 @@ class MultiStepRunner:
             batch.positions.copy_(positions)
             batch.slots.copy_(slots)
             torch.cat([state.newest[:, None], state.drafts.clamp(min=0)], 1, out=batch.tokens.view(-1, width + 1))
-        hidden, aux_states = self.model.forward(batch, self.pages.storages, buffers.aux_layers)  # [T, E] each
+        hidden, aux_states = self._forward(buffers, batch, None if processing is None else processing.batch)
         if batch.states is not None:  # the first step may read a snapshot; the others read what the one before wrote
             batch.states[:, 0].copy_(batch.states[:, 1])
         if aux_states:
             torch.cat(aux_states, 1, out=state.hidden)
         sampling, logits = replace(state.sampling, positions=state.positions + 1), self.model.logits(hidden)
+        if processing is not None:
+            processing.before(logits, state)
         if width:
-            self._verify(buffers, logits, sampling)
+            self._verify(buffers, logits, sampling, processing)
         else:
             self.ops.sample(logits, sampling, state.newest)
+            if processing is not None:
+                processing.after(state.newest[:, None], torch.ones_like(state.newest))
             state.positions.add_(1)
             if buffers.drafter is not None:
                 state.last_accepted.copy_(buffers.verify_inputs.starts[:-1])  # of one token each
             torch.cat([torch.ones_like(state.newest)[:, None], state.newest[:, None]], 1, out=buffers.output)
 
-    def _verify(self, buffers: RunBuffers, logits: Tensor, sampling: SamplingMetadata) -> None:
+    def _forward(self, buffers: RunBuffers, batch: Batch, captured: Batch | None) -> tuple[Tensor, list[Tensor]]:
+        """Run the target over a batch; `captured`: by the graph that reads this one. Return states [T, E]."""
+        if captured is None:
+            return self.model.forward(batch, self.pages.storages, buffers.aux_layers)
+        count = batch.tokens.shape[0]
+        captured.tokens[:count].copy_(batch.tokens)
+        captured.positions[:count].copy_(batch.positions)
+        captured.slots[:count].copy_(batch.slots)
+        if captured.states is not None and batch.states is not None:
+            captured.states[: len(batch.states)].copy_(batch.states)
+        hidden, aux_states = self.step_graphs.forward(captured, buffers.aux_layers)
+        return hidden[:count], [states[:count] for states in aux_states]
+
+    def _verify(
+        self, buffers: RunBuffers, logits: Tensor, sampling: SamplingMetadata, processing: StepProcessing | None
+    ) -> None:
         """Verify the drafts of all rows; logits [T, V]."""
         state, inputs, width = buffers.state, buffers.verify_inputs, buffers.state.width
         inputs.tokens.view(-1, width + 1)[:, 1:] = state.drafts
@@ -182,6 +235,8 @@ class MultiStepRunner:
             buffers.unsampled,
             self.model.config.vocabulary,
         )
+        if processing is not None:
+            processing.after(verified.tokens, verified.counts)
         parts = [following.counts[:, None], verified.tokens, state.drafts]
         if verified.nonfinite is not None:
             parts.append(verified.nonfinite[:, None])

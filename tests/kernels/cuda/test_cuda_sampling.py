@@ -17,6 +17,7 @@ from outrider.kernels import LogitsProcessors, SamplingMetadata, philox, referen
 from outrider.kernels.cases import CASES, Case, difference, inputs
 from outrider.kernels.cuda import noise
 from outrider.kernels.cuda.device import DEVICE, INTERPRETED
+from outrider.kernels.cuda.processors import count_tokens, process_decode_logits
 from outrider.kernels.cuda.sampling import mask_logits, process_logits, sample, sample_children, top_logprobs
 from outrider.kernels.cuda.thresholds import find_thresholds, is_kept
 from outrider.kernels.reference import sampling as reference_sample
@@ -27,6 +28,8 @@ OWN_OPS = {
     "top_logprobs": top_logprobs,
     "process_logits": process_logits,
     "mask_logits": mask_logits,
+    "process_decode_logits": process_decode_logits,
+    "count_tokens": count_tokens,
 }
 OPS = Carried(SimpleNamespace(**OWN_OPS), DEVICE)
 # What the interpreter works on for seconds, and others show as well.

@@ -1,4 +1,4 @@
-"""Cases of logits: processors, masks, sampling, log-probabilities. Items are rows of logits. See case.py."""
+"""Cases of logits: processors, masks, sampling, log-probabilities. Items are rows of logits, or texts. See case.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,18 @@ import torch
 from torch import Tensor, inf, nan
 
 from ..protocol import Kernels
-from ..structures import LogitsProcessors
+from ..structures import (
+    COUNTED,
+    MARK_ALLOWED,
+    MARK_BANNED,
+    MARK_BIAS,
+    MARK_END,
+    MARK_PROMPT,
+    ONLY_ALLOWED,
+    PROCESSED,
+    DecodeProcessors,
+    LogitsProcessors,
+)
 from . import inputs as make
 from .case import Case, Run, listed, pick
 from .inputs import REQUEST_SETTINGS
@@ -54,6 +65,73 @@ def process_logits() -> Case:
         return run
 
     return Case("process_logits", "penalties, biases, bans, lists", len(rows), 1e-6, build)
+
+
+def _decode_processors(seed: int, vocabulary: int) -> DecodeProcessors:
+    """Return processors of seven texts: none, each kind alone, all of them."""
+    random = make.generator(seed)
+    kinds = [0, *[PROCESSED | COUNTED] * 2, *[PROCESSED] * 2, PROCESSED | ONLY_ALLOWED]
+    kinds.append(PROCESSED | COUNTED | ONLY_ALLOWED)
+    count = len(kinds)
+    counts = torch.randint(-6, 4, (count, vocabulary), dtype=torch.int32, generator=random).clamp(min=0)
+    counted = torch.tensor([kind & COUNTED for kind in kinds])[:, None] > 0
+    marks = torch.where(counted, counts, 0)  # [B, V]
+    bits = {MARK_PROMPT: (1, 6), MARK_BIAS: (2, 3, 6), MARK_BANNED: (3, 5, 6), MARK_END: (4, 6), MARK_ALLOWED: (5, 6)}
+    for bit, texts in bits.items():
+        for text in texts:
+            marks[text] |= bit * torch.randint(0, 2, (vocabulary,), dtype=torch.int32, generator=random)
+    bias = torch.randn(count, vocabulary, dtype=torch.float64, generator=random)
+    penalties = torch.tensor([[1.0, 0.0, 0.0]] * count, dtype=torch.float64)
+    penalties[1, 0], penalties[2, 1:] = 1.3, torch.tensor([0.7, 0.1])
+    penalties[6] = torch.tensor([0.8, -0.3, 0.45])
+    lengths = torch.tensor([0, 0, 0, 0, 12, 0, 40], dtype=torch.int32)
+    return DecodeProcessors(marks, bias, penalties, lengths, torch.tensor(kinds, dtype=torch.int32))
+
+
+def _take_texts(processors: DecodeProcessors, texts: list[int]) -> DecodeProcessors:
+    return DecodeProcessors(*(part[texts].clone() for part in vars(processors).values()))
+
+
+def process_decode_logits(name: str, width: int, vocabulary: int) -> Case:
+    """Texts of 10 to 16 tokens, whose drafts repeat some tokens and end early."""
+    processors = _decode_processors(5, vocabulary)
+    count = processors.kinds.shape[0]
+
+    def build(ops: Kernels, seed: int) -> Run:
+        random = make.generator(seed)
+        logits = 3 * make.normal(random, count, width + 1, vocabulary)
+        logits[:, :, 3] = -inf
+        drafts = torch.randint(0, 3, (count, width), dtype=torch.int32, generator=random)
+        drafts[::2, width // 2 :] = -1
+        positions = torch.arange(9, 9 + count, dtype=torch.int32)
+
+        def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
+            texts = listed(items, count)
+            out = logits[texts].flatten(0, 1)  # [R, V]
+            ops.process_decode_logits(out, _take_texts(processors, texts), drafts[texts], positions[texts])
+            return (out.view(len(texts), -1),)
+
+        return run
+
+    return Case("process_decode_logits", name, count, 1e-6, build)
+
+
+def count_tokens(name: str, tokens: int, vocabulary: int) -> Case:
+    processors = _decode_processors(6, vocabulary)
+    count = processors.kinds.shape[0]
+
+    def build(ops: Kernels, seed: int) -> Run:
+        new = torch.randint(-1, min(vocabulary, 4), (count, tokens), dtype=torch.int32, generator=make.generator(seed))
+
+        def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
+            texts = listed(items, count)
+            taken = _take_texts(processors, texts)
+            ops.count_tokens(taken, new[texts])
+            return (taken.marks,)
+
+        return run
+
+    return Case("count_tokens", name, count, 0.0, build)
 
 
 def mask_logits(name: str, rows: int, vocabulary: int, timed: bool = False) -> Case:
@@ -143,6 +221,11 @@ def sample_children(name: str, count: int, rows: int, vocabulary: int, timed: bo
 def _all() -> list[Case]:
     found = [
         process_logits(),
+        process_decode_logits("without drafts", 0, 1000),
+        process_decode_logits("five draft tokens", 5, 77),
+        process_decode_logits("several blocks", 1, 2100),
+        count_tokens("one token", 1, 100),
+        count_tokens("a draft that repeats itself", 6, 100),
         mask_logits("5 rows", 5, 1000),
         mask_logits("whole words", 3, 2048),
         mask_logits("few tokens", 4, 7),

@@ -33,6 +33,8 @@ from .paged_attention import copy_kv as copy_kv
 from .pointwise import embed as embed
 from .pointwise import rms_norm as rms_norm
 from .pointwise import soft_cap as soft_cap
+from .processors import count_tokens as count_tokens
+from .processors import process_decode_logits as process_decode_logits
 from .recurrent import copy_inputs as copy_inputs
 from .recurrent import recurrent as recurrent
 from .recurrent import recurrent_layer as recurrent_layer

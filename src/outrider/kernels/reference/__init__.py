@@ -29,6 +29,8 @@ from .layers import set_lora as set_lora
 from .layers import soft_cap as soft_cap
 from .layers import vector as vector
 from .lookup import ngram_drafts as ngram_drafts
+from .processors import count_tokens as count_tokens
+from .processors import process_decode_logits as process_decode_logits
 from .recording import record as record
 from .recurrent import copy_inputs as copy_inputs
 from .recurrent import recurrent as recurrent
