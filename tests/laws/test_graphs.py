@@ -194,26 +194,29 @@ def all_passes(llm: LLM) -> list[PassGraphs]:
     return [value for drafter in drafters for value in vars(drafter).values() if isinstance(value, PassGraphs)]
 
 
+def poison_steps(llm: LLM) -> None:
+    """Poison what the graphs of steps with the host read and write."""
+    runner = llm.engine.runner
+    for tensor in [inputs.tensor for inputs, _ in runner.batches.values()] + list(runner.graph_outputs.values()):
+        spoil(tensor)
+    for passes in all_passes(llm):
+        for buffers in passes.buffers.values():
+            spoil(buffers.inputs.tensor)
+        for tensor in [*passes.features.values(), *passes.states.values()]:
+            spoil(tensor)
+
+
 def poisoned(llm: LLM) -> LLM:
     """Poison every buffer that a captured graph reads before each step, multi-step run or decode step fills it."""
     runner, multi_step = llm.engine.runner, llm.engine.runner.multi_step
     gather, fill, run, gather_run = runner.gather, multi_step.fill, runner.graphs.run, runner.gather_run
 
-    def poison_steps() -> None:
-        for tensor in [inputs.tensor for inputs, _ in runner.batches.values()] + list(runner.graph_outputs.values()):
-            spoil(tensor)
-        for passes in all_passes(llm):
-            for buffers in passes.buffers.values():
-                spoil(buffers.inputs.tensor)
-            for tensor in [*passes.features.values(), *passes.states.values()]:
-                spoil(tensor)
-
     def gather_anew(rows):  # type: ignore[no-untyped-def]
-        poison_steps()
+        poison_steps(llm)
         return gather(rows)
 
     def gather_run_anew(rows, count, width):  # type: ignore[no-untyped-def]
-        poison_steps()
+        poison_steps(llm)
         return gather_run(rows, count, width)
 
     def fill_anew(buffers, rows):  # type: ignore[no-untyped-def]
