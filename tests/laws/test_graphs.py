@@ -275,6 +275,16 @@ def test_runs_with_processors_and_logprobs_read_nothing_stale(stage: Stage, meth
         assert captured(llm, kind), kind
 
 
+@pytest.mark.parametrize("method", ["none", "ngram"])
+def test_runs_with_processors_keep_the_states_of_recurrent_layers(stage: Stage, tiny_folder, method: str) -> None:
+    hybrid = replace(stage, model=str(tiny_folder("qwen3-next")))
+    stepwise = answers(hybrid.llm(method, "NONE", 1), PROCESSED)
+    llm = poisoned(hybrid.llm(method, "FULL"))
+    runs = watch_runs(llm)
+    assert answers(llm, PROCESSED) == stepwise
+    assert len(runs) > 4 and captured(llm, "forward")
+
+
 @pytest.mark.parametrize("method", ["none", "eagle3", "rejection"])
 def test_multi_step_runs_without_poison(stage: Stage, method: str) -> None:
     check_multi_step_runs(stage, method, stage.llm(method, "FULL_DECODE_ONLY"))
