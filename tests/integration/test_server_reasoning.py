@@ -129,3 +129,36 @@ def test_reasoning_is_counted_in_the_usage(plain_model, tmp_path) -> None:
         assert usage["completion_tokens_details"]["reasoning_tokens"] == 0
     assert count_tokens([1, 2, 3, 4], 5, lambda tokens: ["ab", "", "cde", "f"]) == 3
     assert count_tokens([1, 2], 9, lambda tokens: ["ab", "c"]) == 2
+
+
+HARMONY = """{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}
+{{ tools | tojson }}<|start|>assistant{# <|channel|>analysis #}"""
+MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>")
+THOUGHT = "<|channel|>analysis<|message|>First, I look.<|end|><|start|>assistant"
+
+
+def test_channels_of_the_harmony_format_are_split(scripted) -> None:
+    engine, client = scripted(HARMONY, f"{THOUGHT}<|channel|>final<|message|>Here.<|return|>", MARKS)
+    message, _ = whole(client)
+    assert (message["reasoning_content"], message["content"]) == ("First, I look.", "Here.")
+    assert engine.params.skip_special_tokens is False
+    deltas = streamed(client)
+    assert joined(deltas, "reasoning_content") == "First, I look." and joined(deltas, "content") == "Here."
+    assert sum("reasoning_content" in delta for delta in deltas) > 2  # as it is generated
+    whole(client, reasoning_format="none")
+    assert engine.params.skip_special_tokens is True
+
+
+def test_messages_to_functions_are_tool_calls(scripted) -> None:
+    call = '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"n": 1}<|call|>'
+    _, client = scripted(HARMONY, THOUGHT + call, MARKS)
+    message, _ = whole(client, tools=[LOOK])
+    assert (message["reasoning_content"], message["content"]) == ("First, I look.", None)
+    assert message["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"n": 1}'}
+    pieces = [piece for delta in streamed(client, tools=[LOOK]) for piece in delta.get("tool_calls", ())]
+    assert pieces[0]["function"]["name"] == "look"
+    assert "".join(piece["function"]["arguments"] for piece in pieces) == '{"n": 1}'
+    response = client.post("/v1/chat/completions", json={"messages": ASK, "tools": [LOOK]})
+    assert response.json()["choices"][0]["finish_reason"] == "tool_calls"
+    found = client.post("/v1/responses", json={"input": "go", "tools": [{"type": "function", "name": "look"}]}).json()
+    assert [item["type"] for item in found["output"]] == ["reasoning", "function_call"]

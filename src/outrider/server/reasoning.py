@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
+from .harmony import is_harmony
+
 OPEN, CLOSE = "<think>", "</think>"  # of Qwen, DeepSeek and most others
 
 
 def has_reasoning(template: str | None) -> bool:
-    """Return whether the models of this chat template write reasoning blocks."""
-    return CLOSE in (template or "")
+    """Return whether the models of this chat template write reasoning: in blocks, or in the harmony format."""
+    return CLOSE in (template or "") or is_harmony(template)
 
 
 def opens_reasoning(prompt: str) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 from ...tokenizer import Tokenizer
 from ...types import Completion
 from ..context import Context
+from ..harmony import HarmonyStream, is_harmony
 from ..reasoning import ReasoningStream, has_reasoning, leaves_open, opens_reasoning
 from ..tools.parser import Delta, ToolCall, ToolStream
 from ..tools.resolve import ResolvedTools, resolve_tools
@@ -32,15 +33,22 @@ class Answer:
 class AnswerStream:
     """Splits the text of one choice into reasoning, content and tool calls, incrementally."""
 
-    def __init__(self, reasoning: ReasoningStream | None, tools: ToolStream | None) -> None:
-        self.reasoning, self.tools = reasoning, tools
+    def __init__(
+        self, reasoning: ReasoningStream | None, tools: ToolStream | None, harmony: HarmonyStream | None = None
+    ) -> None:
+        """Set the parsers. harmony: of an answer in that format, which takes the place of both others."""
+        self.reasoning, self.tools, self.harmony = reasoning, tools, harmony
 
     @property
     def called(self) -> bool:
+        if self.harmony is not None:
+            return self.harmony.called
         return self.tools is not None and self.tools.called
 
     def push(self, text: str, final: bool = False) -> Delta:
         """Consume new text; return what is certain as `reasoning_content`, `content` and `tool_calls`."""
+        if self.harmony is not None:
+            return self.harmony.push(text, final)
         delta: Delta = {}
         if self.reasoning is not None:
             reasoning, text = self.reasoning.push(text, final)
@@ -68,11 +76,16 @@ class Conversation:
         self.has_reasoning = (
             wanted != "none" and self.tools.structured is None and has_reasoning(tokenizer.chat_template)
         )
+        self.harmony = self.has_reasoning and is_harmony(tokenizer.chat_template)
+        if self.harmony:
+            self.tools = replace(self.tools, keep_special=True)
         self._opened = False
 
     async def prepare(self) -> EngineInput:
         prompt, engine_input = await chat_input(self.request, self.tools, self.variables, self.context)
-        if self.request.continue_final_message:
+        if self.harmony:
+            self._opened = bool(self.request.continue_final_message)
+        elif self.request.continue_final_message:
             self._opened = leaves_open(self.tools.messages[-1]["content"] or "")
         else:
             self._opened = opens_reasoning(prompt)
@@ -86,6 +99,8 @@ class Conversation:
 
     def stream(self, index: int = 0) -> AnswerStream:
         """Return the parser of one choice; call it after `prepare`."""
+        if self.harmony:
+            return AnswerStream(None, None, HarmonyStream(self.tools.parser, index, self._opened))
         reasoning = ReasoningStream(self._opened) if self.has_reasoning else None
         return AnswerStream(reasoning, self.tools.parser.stream(index) if self.tools.parser is not None else None)
 
@@ -97,11 +112,19 @@ class Conversation:
         """Return the number of tokens in the reasoning block, its tags included."""
         if not self.has_reasoning:
             return 0
+        tokens, texts = completion.token_ids, self.context.texts.of
+        if self.harmony:
+            answer = HarmonyStream(self.tools.parser, 0, self._opened)
+            answer.push(completion.text, final=True)
+            counts = (
+                count_tokens(tokens, end, texts) - count_tokens(tokens, begin, texts) for begin, end in answer.reasoning
+            )
+            return sum(counts)
         stream = ReasoningStream(self._opened)
         stream.push(completion.text)
         if stream.end is None:
             return len(completion.token_ids) if stream.inside else 0
-        return count_tokens(completion.token_ids, stream.end, self.context.texts.of)
+        return count_tokens(tokens, stream.end, texts)
 
 
 def gather(deltas: Sequence[Delta]) -> Answer:
@@ -119,6 +142,8 @@ def gather(deltas: Sequence[Delta]) -> Answer:
 
 def count_tokens(tokens: Sequence[int], characters: int, texts: Callable[[Sequence[int]], list[str]]) -> int:
     """Return how many tokens the first characters of a text take."""
+    if characters <= 0:
+        return 0
     for count, text in enumerate(texts(tokens), 1):
         characters -= len(text)
         if characters <= 0:
