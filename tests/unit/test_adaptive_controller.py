@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
+from outrider.adapters import Adapter
 from outrider.request import Request
 from outrider.speculation.adaptive import AdaptiveController
 from outrider.speculation.adaptive.acceptance_model import PRIOR_RATE, DraftRates, Rates, confidence_key
@@ -432,6 +434,39 @@ def test_drafts_that_pay_and_texts_without_a_draft_are_no_suspension() -> None:
         controller.trim([one], [refused])
     assert one.spec_stats.suspended >= 19 and one.spec_stats.suspension is not None
     assert one.spec_stats.suspension.acceptance_rate == pytest.approx(0.01)
+
+
+def adapted(name: str) -> Request:
+    return replace(request(), adapter=Adapter(name, "", 1, {}, pinned=False))
+
+
+def test_an_adapter_that_a_head_does_not_fit_leaves_the_widths_of_others() -> None:
+    controller = measured(slope=0.2)
+    teach(controller, request(), 4, 4)
+    assert usual_plan(controller, request(), 4) == 4
+    assert usual_plan(controller, adapted("new"), 4) == 4  # as the model itself
+    teach(controller, adapted("hard"), 4, 0)
+    assert usual_plan(controller, adapted("hard"), 4) == 0
+    assert usual_plan(controller, request(), 4) == 4
+    assert usual_plan(controller, adapted("other"), 4) == 4
+
+
+def test_an_easy_adapter_does_not_hide_that_drafts_for_the_model_do_not_pay() -> None:
+    controller = measured(slope=0.5)
+    teach(controller, request(), 4, 0)
+    teach(controller, adapted("easy"), 4, 4)
+    assert usual_plan(controller, adapted("easy"), 4) == 4
+    assert usual_plan(controller, request(), 4) == 0
+
+
+def test_confidence_is_calibrated_by_adapter() -> None:
+    controller = measured(slope=0.3)
+    sure = Draft([7] * 3, confidence=[0.9] * 3)
+    for _ in range(200):
+        controller.learn(request(), sure, range(3))
+        controller.learn(adapted("hard"), sure, ())
+    assert usual_trim(controller, request(), sure) == 3
+    assert usual_trim(controller, adapted("hard"), sure) == 0
 
 
 def test_a_finished_request_leaves_no_state() -> None:

@@ -1,6 +1,7 @@
 """Acceptance rates: how probable it is that a drafted token is accepted if its parent is.
 
-Rates are fading means. Those of a request are drawn towards those of its method, which are drawn towards a prior.
+Rates are fading means. Those of a request are drawn towards those of its method, which are drawn towards a prior. With
+an adapter, a method has rates of its own: the text of an adapted target may be harder or easier to draft.
 """
 
 from __future__ import annotations
@@ -17,9 +18,18 @@ BINS = 16  # of confidence: more tell drafts apart, fewer are learned sooner
 class Rates:
     """Fading means by key. A key that was never observed has its prior, which may be that of a method."""
 
-    def __init__(self, prior: Sequence[float] = (), method: Rates | None = None, learns: bool = True) -> None:
-        """learns: False keeps the prior, so that no request depends on others."""
-        self.prior, self.method, self.learns = tuple(prior), method, learns
+    def __init__(
+        self,
+        prior: Sequence[float] = (),
+        method: Rates | None = None,
+        learns: bool = True,
+        base: Rates | None = None,
+    ) -> None:
+        """learns: False keeps the prior, so that no request depends on others.
+
+        base: rates that are the prior of these, and learn nothing from them.
+        """
+        self.prior, self.method, self.learns, self.base = tuple(prior), method, learns, base
         self._memory = METHOD_MEMORY if method is None else REQUEST_MEMORY
         self._sums: dict[int, tuple[float, float]] = {}  # of values and of weights, by key
 
@@ -33,8 +43,9 @@ class Rates:
 
     def rate(self, key: int, prior: float | None = None) -> float:
         """Return the mean of a key; prior: instead of the one of the key."""
-        if self.method is not None:
-            prior = self.method.rate(key, prior)
+        source = self.method or self.base
+        if source is not None:
+            prior = source.rate(key, prior)
         elif prior is None:
             prior = self.prior[key]
         total, weights = self._sums.get(key, (0.0, 0.0))
@@ -47,10 +58,10 @@ class DraftRates(Rates):
     An index that was not drafted for long goes by its parent, so that a text that became easy is drafted deeper again.
     """
 
-    def __init__(self, method: DraftRates | None = None) -> None:
-        super().__init__(method=method)
+    def __init__(self, method: DraftRates | None = None, base: DraftRates | None = None) -> None:
+        super().__init__(method=method, base=base)
         self._shared = self if method is None else method
-        self._parents: Sequence[int] = ()  # of the last draft of the method
+        self._parents: Sequence[int] = () if base is None else base._parents  # of the last draft of the method
 
     def learn_draft(self, outcomes: Sequence[float], parents: Sequence[int] | None = None) -> None:
         """Learn how each token of a draft fared: 0 or 1, or its probability if that is known."""

@@ -26,23 +26,33 @@ READING_SHARE = 0.01
 MAX_FOLLOWING = 16.0  # steps without drafts: the time that a drafter may take to follow the text since it last paid
 
 
+class History:
+    """The acceptance of a method over one target: the model itself, or the model with an adapter."""
+
+    def __init__(self, base: History | None = None) -> None:
+        """base: of the model itself, where the history of an adapter begins."""
+        self.rates: DraftRates = DraftRates(base=None if base is None else base.rates)
+        self.calibration: Rates = Rates(base=None if base is None else base.calibration)
+        self.decoding = 0.0  # seconds of decoding since a prompt was read although drafts were not expected to pay
+
+
 class Method:
     """The state of a method."""
 
     def __init__(self) -> None:
-        self.rates, self.calibration = DraftRates(), Rates()
+        self.history = History()
+        self.adapters: dict[str, History] = {}  # by name
         self.latency = LatencyCurve()  # by width
         self.reading = LatencyCurve()  # of a prompt and the first draft after it, by tokens
-        self.decoding = 0.0  # seconds of decoding since a prompt was read although drafts were not expected to pay
         self.speed = 0.0  # expected tokens a second of each request; fading mean, 0: not known yet
 
 
 class State:
     """The state of a request."""
 
-    def __init__(self, method: Method) -> None:
-        self.method, self.backoff = method, Backoff()
-        self.rates, self.calibration = DraftRates(method.rates), Rates(method=method.calibration)
+    def __init__(self, method: Method, history: History) -> None:
+        self.method, self.history, self.backoff = method, history, Backoff()
+        self.rates, self.calibration = DraftRates(history.rates), Rates(method=history.calibration)
         self.planned = False  # `plan` asked for the draft that `trim` is to see
         self.probes = False  # that draft is a probe
         self.may_pay = True  # drafts would pay if all of their tokens were accepted
@@ -79,11 +89,12 @@ class AdaptiveController:
             return
         state, width = self._state(request), request.width
         acceptance, verification = state.rates.acceptance(width), self.latency.table(1, width)
-        drafting, method = self._drafting(request, width), state.method
+        drafting, history = self._drafting(request, width), state.history
         if any(fastest_widths([acceptance], verification, drafting, 1)[0]):
             return
-        if method.reading.seconds(tokens) <= READING_SHARE * method.decoding:  # 0 <= 0 before the first measurement
-            method.decoding = 0.0
+        reading = state.method.reading.seconds(tokens)
+        if reading <= READING_SHARE * history.decoding:  # 0 <= 0 before the first measurement
+            history.decoding = 0.0
         else:
             state.backoff.pause()
             self._note_suspended([request], [acceptance], [0], drafting, 0)
@@ -92,7 +103,7 @@ class AdaptiveController:
         """Drop the state of a request that has ended."""
         state = self._requests.pop(request, None)
         if state is not None and self.latency.covers(1):
-            state.method.decoding += len(request.output) * self.latency.seconds(1, 0)
+            state.history.decoding += len(request.output) * self.latency.seconds(1, 0)
 
     def draft_latency(self, method: str) -> LatencyCurve:
         """Return the seconds of a call of the method by the widest draft; 0: it only follows the text."""
@@ -144,7 +155,7 @@ class AdaptiveController:
         state, plain = self._methods[method], self.latency.seconds(batch_size, 0)
         verification = self.latency.seconds(batch_size, batch_size) - plain
         drafting = state.latency.seconds(2) - state.latency.seconds(1)
-        speed, (first, second) = state.speed or 1 / plain, state.rates.acceptance(2)
+        speed, (first, second) = state.speed or 1 / plain, state.history.rates.acceptance(2)
         continuation = min(speed * (verification + drafting) * first / second, 1.0)
         return min(speed * verification, 1.0), continuation, speed / self.latency.slowdown
 
@@ -230,7 +241,11 @@ class AdaptiveController:
 
     def _state(self, request: Request) -> State:
         if request not in self._requests:
-            self._requests[request] = State(self._methods[request.method])
+            method = self._methods[request.method]
+            history = method.history
+            if request.adapter is not None:
+                history = method.adapters.setdefault(request.adapter.name, History(history))
+            self._requests[request] = State(method, history)
         return self._requests[request]
 
 
