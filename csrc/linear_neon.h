@@ -127,8 +127,10 @@ __attribute__((noinline)) void multiply_panel(const uint8_t* block, int groups, 
         add_group<S, rows, parts, true>(at, part, x, g * S::group % 32, sums);
       else
         add_group<S, rows, parts, false>(at, part, x, g * S::group % 32, sums);
-      if constexpr (parts < kParts)  // a single pass over the tile is prefetched by the hardware
-        for (int line = part; line < part + parts + 1; ++line) __builtin_prefetch(at + tile_bytes + 64 * line);
+      if constexpr (parts < kParts)
+        for (int line = part; line < part + parts + 1; ++line) __builtin_prefetch(at + tile_bytes + 64 * line, 0, 0);
+      else
+        for (int line = 0; line < (S::block_bytes + 63) / 64; ++line) __builtin_prefetch(at + 512 + 64 * line, 0, 0);
     }
     unroll<count>([&](auto i) OUTRIDER_LAMBDA { vst1q_f32(out[i % rows] + 4 * (part + i / rows), sums[i]); });
   }

@@ -102,8 +102,8 @@ class Engine:
             self._window,
             0 if states is None else states.slots,
         )
-        self._torch = SingleThreadedTorch(backend)
-        with self._torch:
+        self.single_threaded_torch = SingleThreadedTorch(backend)
+        with self.single_threaded_torch:
             if self.device.defaults.warms_up:
                 WarmUp(self.runner, self.resolved).run()
             if speculation.method and speculation.adaptive:
@@ -204,7 +204,7 @@ class Engine:
         self.times = StepTimes()
 
     def _run(self, step: Step) -> list[RowResult]:
-        with self._torch:
+        with self.single_threaded_torch:
             return self._run_rows(step)
 
     def _run_rows(self, step: Step) -> list[RowResult]:
@@ -248,11 +248,13 @@ class Engine:
         return outputs
 
     def _measure(self, step: Step, results: list[RowResult], started: float) -> None:
-        self.times.steps += max(result.passes for result in results)
-        runs, requests = self.runner.multi_step, [row.request for row in step.rows]
-        self.run_length.observe(time.perf_counter() - started, runs.busy, runs.step_seconds, requests)
-        self.prompt_chunks.observe(step, time.perf_counter() - started)
-        self.times.seconds += time.perf_counter() - started
+        seconds, runs = time.perf_counter() - started, self.runner.multi_step
+        self.times.steps += max([result.passes for result in results])
+        self.times.seconds += seconds
+        self.prompt_chunks.observe(step, seconds)
+        if step.decode_steps > 1:
+            requests = [row.request for row in step.rows]
+            self.run_length.observe(seconds, runs.busy, runs.step_seconds, requests)
 
     # ---- start-up ----
 

@@ -24,7 +24,7 @@ class PromptChunks:
 
     def observe(self, step: Step, seconds: float) -> None:
         """Note the time of a step. Steps of few tokens are limited by memory and say nothing about prompts."""
-        count = sum(row.size for row in step.rows)
+        count = sum([row.size for row in step.rows])
         if step.decode_steps == 1 and count >= LEAST_TOKENS:
             self.seconds_per_token = seconds / count
 

@@ -100,7 +100,8 @@ class Request(SpeculationState, CacheState, GenerationState, RequestInput):
         count = len(self.output) + len(tokens)
         if count >= self.params.max_tokens or len(self.prompt) + count >= self.max_length:
             return False
-        return self.end_tokens.isdisjoint(tokens) and not any(stop in tokens for stop in self.params.stop_token_ids)
+        stops = self.params.stop_token_ids
+        return self.end_tokens.isdisjoint(tokens) and (not stops or not any(stop in tokens for stop in stops))
 
     def ending(self, count: int, token: int) -> Ending | None:
         """Return why `token`, as output token number `count`, ends the request; None if it does not."""

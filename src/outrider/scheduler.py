@@ -69,7 +69,6 @@ class _StepBuilder:
     rows: dict[Request, Row] = field(default_factory=dict)
 
     def put(self, row: Row) -> None:
-        self.drop(row.request)
         self.rows[row.request] = row
         self.budget -= row.size
 
@@ -320,12 +319,11 @@ class Scheduler:
             count = len(draft.tokens) if draft is not None else 0
             # A drafter that writes keys ahead needs pages even if it proposed nothing for this step.
             ahead = max(min(1 + count + request.lookahead, request.max_length - request.computed), 1 + count)
-            pages = self.cache.allocate(self._missing_pages(request, ahead))
-            request.pages += pages or []
-            request.draft = draft if count and pages is not None else None
+            request.draft = draft if self._allocate(request, ahead) and count else None
             if request.draft is not None:
                 allowance -= count
-                step.put(replace(row, draft=request.draft))
+                step.budget -= count
+                step.rows[request] = replace(row, draft=request.draft)
 
     def _reserve_for_drafts(self, step: _StepBuilder) -> None:
         """Allocate the pages that drafters write after prompts that end in this step, if there are free ones.
@@ -335,7 +333,7 @@ class Scheduler:
         for request, row in step.rows.items():
             if request.lookahead and row.sample and row.draft is None:
                 ahead = min(len(row.tokens) + 1 + request.lookahead, request.max_length - request.computed)
-                request.pages += self.cache.allocate(self._missing_pages(request, ahead)) or []
+                self._allocate(request, ahead)
 
     def _allocate_decode_steps(self, rows: dict[Request, Row], most: int) -> int:
         """Allocate pages for a multi-step run and return its decode steps; 1 if rows or pages do not allow one."""
@@ -346,10 +344,8 @@ class Scheduler:
         for request in rows:
             # Each decode step may accept its whole draft, and the last one drafts ahead.
             ahead = min(decode_steps * (1 + request.width) + request.lookahead, request.max_length - request.computed)
-            pages = self.cache.allocate(self._missing_pages(request, ahead))
-            if pages is None:
+            if not self._allocate(request, ahead):
                 return 1
-            request.pages += pages
         return decode_steps
 
     def _can_multi_step(self, rows: dict[Request, Row]) -> bool:
@@ -360,13 +356,12 @@ class Scheduler:
     def _extend(self, request: Request, step: _StepBuilder) -> None:
         """Add a row for a running request, preempting the youngest requests, itself included, for its pages."""
         count = self._chunk(request, min(step.budget, request.length - request.computed))
-        while (pages := self.cache.allocate(self._missing_pages(request, count))) is None:
+        while not self._allocate(request, count):
             youngest = self._running[-1]
             step.drop(youngest)
             self._preempt(youngest)
             if youngest is request:
                 return
-        request.pages += pages
         if not self._choose_state_slot(request, count):
             return
         stop = request.computed + count
@@ -508,6 +503,15 @@ class Scheduler:
             return len(request.prompt_logprobs)
         return request.length - 1
 
+    def _allocate(self, request: Request, count: int) -> bool:
+        """Give a request the pages that its next `count` tokens lack; return False if there are too few."""
+        missing = self._missing_pages(request, count)
+        pages = self.cache.allocate(missing) if missing else []
+        if pages is None:
+            return False
+        request.pages += pages
+        return True
+
     def _missing_pages(self, request: Request, count: int) -> int:
         needed = -(-(request.computed + count) // self.cache.page_size)
         return max(needed - len(request.pages), 0)
@@ -582,7 +586,8 @@ class Scheduler:
         ending = None
         for index, token in enumerate(step.tokens):
             request.output.append(token)
-            request.logprobs += logprobs[index : index + 1]
+            if logprobs:
+                request.logprobs += logprobs[index : index + 1]
             ending = request.ending(len(request.output), token)
             if ending is not None:
                 break

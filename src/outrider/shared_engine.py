@@ -100,9 +100,10 @@ class SharedEngine:
             while self._lead(wakeup, done):
                 try:
                     self._run_commands()
-                    while not done() and self._can_step:
-                        self._step(probe)
-                        self._run_commands()
+                    with self.engine.single_threaded_torch:  # until the caller goes on
+                        while not done() and self._can_step:
+                            self._step(probe)
+                            self._run_commands()
                 finally:
                     self._hand_over()
         finally:

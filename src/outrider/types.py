@@ -405,15 +405,15 @@ class SpecStats:
         self.steps += 1
         width = len(draft.tokens)
         self.widths[width] = self.widths.get(width, 0) + 1
-        depths = 1 + max(draft.depths())
+        depths, count = width if draft.parents is None else 1 + max(draft.depths()), len(accepted)
         self.drafted += width
-        self.accepted += len(accepted)
+        self.accepted += count
         self._count_drafters(draft, accepted, drafters)
         for counts in (self.drafted_per_depth, self.accepted_per_depth):
             counts.extend([0] * (depths - len(counts)))
         for depth in range(depths):
             self.drafted_per_depth[depth] += 1
-            self.accepted_per_depth[depth] += depth < len(accepted)
+            self.accepted_per_depth[depth] += depth < count
 
     def _count_drafters(self, draft: Draft, accepted: Sequence[int], drafters: Sequence[str]) -> None:
         """Count for each combined drafter; a token that several proposed counts for each of them."""

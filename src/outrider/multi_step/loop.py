@@ -85,7 +85,8 @@ class MultiStepRunner:
         self.step_seconds = 0.0  # of a decode step in the last run; 0: not known
         self.buffers: dict[Key, RunBuffers] = {}
         self._hidden: dict[int, Tensor] = {}  # by floats of a token
-        spec_manager.use(CapturedDrafting(self))
+        if graphs.decoding:
+            spec_manager.use(CapturedDrafting(self))
 
     def run(self, step: Step) -> list[RowResult] | None:
         """Run all decode steps; None if rows have different drafters, or a drafter has to catch up."""

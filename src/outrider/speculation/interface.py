@@ -115,6 +115,8 @@ class DraftContext:
     def tokens(self, start: int, stop: int) -> list[int]:
         """Return tokens [start, stop) of the text."""
         known = self.request.length
+        if start >= known:
+            return self.new_tokens[start - known : stop - known]
         new = self.new_tokens[max(start - known, 0) : max(stop - known, 0)]
         return self.request.tokens(start, min(stop, known)) + new
 
@@ -141,22 +143,25 @@ class DraftBatch:
         """Return the draft for each row, its tokens on the host."""
         tokens = self.rows(self.tokens)
         parents = None if self.parents is None else self.rows(self.parents)
-        return [
-            Draft(
+        drafts = []
+        for row, row_tokens in enumerate(tokens):
+            count = len(row_tokens)
+            draft = Draft(
                 row_tokens,
-                None if parents is None else parents[row][: len(row_tokens)],
-                None if self.logits is None else self.logits[row, : len(row_tokens)],
-                None if self.confidence is None else list(self.confidence[row][: len(row_tokens)]),
-                None if self.origins is None else list(self.origins[row][: len(row_tokens)]),
+                None if parents is None else parents[row][:count],
+                None if self.logits is None else self.logits[row, :count],
+                None if self.confidence is None else list(self.confidence[row][:count]),
+                None if self.origins is None else list(self.origins[row][:count]),
             )
-            for row, row_tokens in enumerate(tokens)
-        ]
+            drafts.append(draft)
+        return drafts
 
     def rows(self, ids: Ids) -> list[list[int]]:
         """Return the valid part of `tokens` or `parents`, on the host."""
         listed: Sequence[Sequence[int]] = ids.tolist() if isinstance(ids, Tensor) else ids
-        lengths = self.lengths if self.lengths is not None else map(len, listed)
-        return [list(row[:length]) for row, length in zip(listed, lengths, strict=True)]
+        if self.lengths is None:
+            return [list(row) for row in listed]
+        return [list(row[:length]) for row, length in zip(listed, self.lengths, strict=True)]
 
 
 class Proposer(Protocol):

@@ -72,10 +72,10 @@ class RowOutcome:
 
     def context(self, width: int = 0, thresholds: Thresholds = NO_THRESHOLDS) -> DraftContext:
         """Return the request as its drafter sees it; width: tokens to draft."""
-        row, (acceptance, continuation, speed) = self.row, thresholds
-        first, computed = self.first, self.computed
+        row, tokens, (acceptance, continuation, speed) = self.row, self.tokens, thresholds
+        computed = row.start + len(row.tokens) + (0 if row.draft is None else len(tokens) - 1)
         return DraftContext(
-            row.request, row.start, computed, self.tokens, width, first, acceptance, speed, continuation
+            row.request, row.start, computed, tokens, width, self.first, acceptance, speed, continuation
         )
 
     @property
@@ -111,7 +111,7 @@ class Proposal:
     dropped: bool = False  # the request continues without a drafter: it failed, or does not pay
 
 
-NO_PROPOSAL = Proposal()
+NO_PROPOSAL, DROPPED = Proposal(), Proposal(dropped=True)
 
 
 @dataclass
@@ -270,8 +270,9 @@ class SpeculationManager:
         If drafts shape the text, a request with a seed keeps its width, so that the seed reproduces its text.
         """
         params = request.params
-        fixed = self.plan.shapes_text and params.seed is not None and params.temperature > 0
-        return self.plan.adaptive and not (fixed or params.always_draft)
+        if not self.plan.adaptive or params.always_draft:
+            return False
+        return not (self.plan.shapes_text and params.seed is not None and params.temperature > 0)
 
     def _is_blind(self, proposer: Proposer) -> bool:
         """Return whether tokens of a draft may not decide its width: they were sampled, and rejection reads that."""
@@ -357,10 +358,11 @@ class SpeculationManager:
 
     def aux_layers(self, rows: Sequence[Row]) -> tuple[int, ...]:
         """Return the layers of the target whose states the drafters of these rows read."""
-        names = {row.request.method for row in rows if row.request.width and not self._skips_states(row.request)}
-        if not names:
-            return ()
-        return tuple(sorted({layer for name in names for layer in self.methods[name].needs.aux_layers}))
+        layers: set[int] = set()
+        for row in rows:
+            if row.request.width and not self._skips_states(row.request):
+                layers.update(self.methods[row.request.method].needs.aux_layers)
+        return tuple(sorted(layers))
 
     def _skips_states(self, request: Request) -> bool:
         """Return whether the drafter will not read the states of this step: it resumes after more than a window."""
@@ -427,35 +429,35 @@ class SpeculationManager:
                 by_row = (self._draft_isolated(name, [outcome], hidden, accepted) for outcome in outcomes)
                 return [proposal for proposals in by_row for proposal in proposals]
             log.exception("`%s` failed on request `%s`, which continues without it", name, outcomes[0].row.request.id)
-            return [Proposal(dropped=True)]
+            return [DROPPED]
 
     def _accept(self, name: str, outcomes: list[RowOutcome]) -> None:
         """Report the number of accepted tokens to the drafter, and learn the acceptance rates."""
-        verified = [outcome for outcome in outcomes if outcome.tokens]
-        requests = [outcome.row.request for outcome in verified]
-        self.methods[name].accept(requests, [outcome.num_accepted for outcome in verified])
+        requests: list[Request] = []
+        accepted: list[int] = []
+        for outcome in outcomes:
+            if outcome.tokens:
+                requests.append(outcome.row.request)
+                accepted.append(outcome.num_accepted)
+        self.methods[name].accept(requests, accepted)
         if self.plan.adaptive:
             blind = self._is_blind(self.methods[name])
-            for outcome in verified:
-                if (draft := outcome.row.draft) is not None:
+            for outcome in outcomes:
+                if outcome.tokens and (draft := outcome.row.draft) is not None:
                     draft = replace(draft, confidence=None) if blind else draft
                     self.controller.learn(outcome.row.request, draft, outcome.path)
 
     def _draft(self, name: str, outcomes: list[RowOutcome], hidden: Tensor | None) -> list[Proposal]:
         """Call the drafter once for all rows, validate its drafts, and trim them to the tokens that pay."""
-        proposer, controller = self.methods[name], self.controller
-        suspendable, timed = name in controller.suspendable, self._is_timed(proposer)
+        proposer, suspendable = self.methods[name], name in self.controller.suspendable
+        timed, blind = self._is_timed(proposer), self._is_blind(proposer)
         called_at = time.perf_counter()
-        contexts = self._contexts(name, outcomes)
-        called = [not suspendable or bool(row.num_draft_tokens) or not row.new_tokens for row in contexts]
-        for context, is_called in zip(contexts, called, strict=True):
-            if suspendable and (context.request in self._catch_up or not is_called):
-                self._catch_up.add(context, hidden)
-        drafting = [context for context, is_called in zip(contexts, called, strict=True) if is_called]
-        if not drafting:
+        contexts = self._contexts(name, outcomes, timed, blind)
+        called = self._called(contexts, hidden) if suspendable else contexts
+        if not called:
             return [NO_PROPOSAL] * len(outcomes)
-        catches_up = any(context.request in self._catch_up for context in drafting)
-        drafting, hidden = self._catch_up.recall(drafting, hidden)
+        drafting, hidden = self._catch_up.recall(called, hidden)
+        catches_up = drafting is not called
         last = self._last_tokens(drafting) if proposer.needs.has_kv else self._no_tokens
         started = time.perf_counter()
         batch = self.captured_drafting.propose(name, drafting, hidden) if self.captured_drafting else None
@@ -464,17 +466,33 @@ class SpeculationManager:
         drafts = validated(batch, drafting, self.target.model.config.vocabulary, self.verifier)
         if timed and not catches_up:
             self._observe_draft(name, drafting, batch, time.perf_counter() - started)
-        for context in drafting:
-            self._catch_up.forget(context.request)
-        drops = timed and not suspendable
-        trimmed = drafts if self._is_blind(proposer) else self._trim(drafting, drafts)
+        if catches_up:
+            for context in drafting:
+                self._catch_up.forget(context.request)
+        trimmed = drafts if blind else self._trim(drafting, drafts)
         if not timed and self.plan.adaptive and self.target.can_suspend:
             self._pause(drafting, drafts, trimmed, time.perf_counter() - called_at)
-        proposals = (
-            Proposal(draft, draft is None and drops and self.adapts(context.request) and self._should_drop(context))
-            for context, draft in zip(drafting, trimmed, strict=True)
-        )
-        return [next(proposals) if is_called else NO_PROPOSAL for is_called in called]
+        proposals = [NO_PROPOSAL] * len(drafting)
+        for index, draft in enumerate(trimmed):
+            if draft is not None:
+                proposals[index] = Proposal(draft)
+            elif timed and not suspendable and self._should_drop(drafting[index]):
+                proposals[index] = DROPPED
+        if len(drafting) == len(contexts):
+            return proposals
+        by_request = {context.request: proposal for context, proposal in zip(drafting, proposals, strict=True)}
+        return [by_request.get(context.request, NO_PROPOSAL) for context in contexts]
+
+    def _called(self, contexts: list[DraftContext], hidden: Tensor | None) -> list[DraftContext]:
+        """Return the contexts that a drafter is called for; keep what it may need later of those without a draft."""
+        called = []
+        for context in contexts:
+            if context.num_draft_tokens or not context.new_tokens:
+                called.append(context)
+                if context.request not in self._catch_up:
+                    continue
+            self._catch_up.add(context, hidden)
+        return called
 
     def _observe_draft(self, name: str, contexts: list[DraftContext], batch: DraftBatch, seconds: float) -> None:
         """Learn the latency of a call: of a draft, or of reading prompts; a call that does both is not measured."""
@@ -506,22 +524,21 @@ class SpeculationManager:
         """Return whether the seconds of drafting are measured."""
         return self.plan.adaptive and (proposer.needs.costs_time or proposer.needs.has_kv)
 
-    def _contexts(self, name: str, outcomes: list[RowOutcome]) -> list[DraftContext]:
+    def _contexts(self, name: str, outcomes: list[RowOutcome], timed: bool, blind: bool) -> list[DraftContext]:
         """Return the context of each row, with the number of tokens to draft and the thresholds at which they pay."""
-        proposer, thresholds = self.methods[name], NO_THRESHOLDS
-        widths = self._widths(proposer, outcomes)
-        if self._is_timed(proposer) and not self._is_blind(proposer):
-            thresholds = self.controller.thresholds(name, self._batch_size)
-        return [
-            outcome.context(width, thresholds if self.adapts(outcome.row.request) else NO_THRESHOLDS)
-            for outcome, width in zip(outcomes, widths, strict=True)
-        ]
+        widths, contexts = self._widths(self.methods[name], outcomes, blind), []
+        thresholds = self.controller.thresholds(name, self._batch_size) if timed and not blind else NO_THRESHOLDS
+        for outcome, width in zip(outcomes, widths, strict=True):
+            adapts = thresholds is not NO_THRESHOLDS and self.adapts(outcome.row.request)
+            contexts.append(outcome.context(width, thresholds if adapts else NO_THRESHOLDS))
+        return contexts
 
     def _should_drop(self, context: DraftContext) -> bool:
         """Return whether the request continues without its drafter, which does not pay and costs time to keep up."""
-        dropped = bool(context.new_tokens) and self.controller.should_drop(context.request, self._batch_size)
+        request = context.request
+        dropped = self.adapts(request) and bool(context.new_tokens)
+        dropped = dropped and self.controller.should_drop(request, self._batch_size)
         if dropped:
-            request = context.request
             reason = request.spec_stats.suspension
             log.info(
                 "`%s` does not pay for request `%s`, which continues without it: %s", request.method, request.id, reason
@@ -530,24 +547,31 @@ class SpeculationManager:
 
     def _last_tokens(self, contexts: list[DraftContext]) -> Tensor:
         """Return the first token of each text that has not run: [B]."""
-        tokens = [context.tokens(context.computed, context.computed + 1)[0] for context in contexts]
+        tokens = []
+        for context in contexts:
+            new = context.new_tokens  # the last of them has not run
+            tokens.append(new[-1] if new else context.tokens(context.computed, context.computed + 1)[0])
         if len(tokens) > 1:
             return self.target.device.upload(tokens, torch.int32)
         self._last_token.fill(tokens)
         return self._last_token.tensor
 
-    def _widths(self, proposer: Proposer, outcomes: list[RowOutcome]) -> list[int]:
+    def _widths(self, proposer: Proposer, outcomes: list[RowOutcome], blind: bool) -> list[int]:
         """Return how many tokens to draft for each row: as many as fit, or as pay if drafting costs time."""
         needs = proposer.needs
         most = self.plan.width(self._batch_size) if self.plan.widths else needs.width
-        widths = [0 if not row.tokens or row.ends else self._max_width(row, most) for row in outcomes]
+        widths = []
+        for outcome in outcomes:
+            widths.append(0 if not outcome.tokens or outcome.ends else self._max_width(outcome, most))
+        if not (needs.costs_time and self.plan.adaptive):
+            return widths
         drafting = [row for row, width in enumerate(widths) if width > 0 and self.adapts(outcomes[row].row.request)]
-        if not (needs.costs_time and drafting):
+        if not drafting:
             return widths
         requests, limits = [outcomes[row].row.request for row in drafting], [widths[row] for row in drafting]
         planned = self.controller.plan(requests, limits, self._batch_size - len(drafting))
         for row, width in zip(drafting, planned, strict=True):
-            if not (width and needs.stops_early) or self._is_blind(proposer):  # else it stops where drafts do not pay
+            if not (width and needs.stops_early) or blind:  # else it stops where drafts do not pay
                 widths[row] = width
         return widths
 
@@ -555,10 +579,11 @@ class SpeculationManager:
         """Return how many tokens fit into the text, the pages and the drafter's context."""
         request, needs = outcome.row.request, self.methods[outcome.row.request.method].needs
         length = request.length + len(outcome.tokens)
-        width, remaining = min(request.width, most), request.max_length - length - 1
+        remaining = request.max_length - length - 1
         if needs.trees:  # tokens that are too deep are cut later; the drafter checks its own slots
-            return width if remaining > 0 and length < (self.plan.max_context or length + 1) else 0
-        width = min(width, remaining)
+            fits = remaining > 0 and length < (self.plan.max_context or length + 1)
+            return min(request.width, most) if fits else 0
+        width = min(request.width, most, remaining)
         if request.lookahead:  # the newest token and all drafted ones but the last are written
             width = min(width, len(request.pages) * self.target.page_size - length + 1)
         for limit in (needs.context, self.plan.max_context):
@@ -568,6 +593,8 @@ class SpeculationManager:
 
     def _trim(self, contexts: list[DraftContext], drafts: list[Draft | None]) -> list[Draft | None]:
         """Cut tokens that are not worth verifying."""
+        if not self.plan.adaptive:
+            return drafts
         rows = [row for row, context in enumerate(contexts) if self.adapts(context.request)]
         if not any(contexts[row].num_draft_tokens for row in rows):
             return drafts
@@ -604,8 +631,8 @@ def validated(
 def check_draft(draft: Draft, vocabulary: int) -> None:
     """Refuse token ids, parents or shapes with which the target's pass would read out of bounds."""
     tokens, parents = draft.tokens, draft.parents
-    types = {*map(type, tokens), *map(type, parents or ())}
-    if not all(hasattr(kind, "__index__") for kind in types):
+    types = {*map(type, tokens), *map(type, parents or ())} - {int}
+    if types and not all(hasattr(kind, "__index__") for kind in types):
         raise ValueError(f"tokens and parents of a draft must be whole numbers: {tokens}, {parents}")
     if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
         raise ValueError(f"the last token of the vocabulary is {vocabulary - 1}, but these were drafted: {tokens}")

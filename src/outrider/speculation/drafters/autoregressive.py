@@ -114,13 +114,15 @@ class Autoregressive:
         can_defer: Callable[[DraftContext, TrackedKv], bool],
     ) -> DraftBatch:
         hidden = hidden if self.network.features else None
-        tracked = [self.kv.of(context, self._first) for context in contexts]
-        planned = [self._plan(row, *pair, can_defer) for row, pair in enumerate(zip(contexts, tracked, strict=True))]
-        plans = [plan for plan in planned if plan is not None]
-        draft = DraftBatch([[] for _ in contexts])
-        if plans and (replayed := self._replay(contexts, plans, hidden)) is not None:
-            draft = replayed
-        elif plans:
+        tracked: list[TrackedKv] = []
+        plans: list[RequestPlan] = []
+        for row, context in enumerate(contexts):
+            kv = self.kv.of(context, self._first)
+            tracked.append(kv)
+            if (plan := self._plan(row, context, kv, can_defer)) is not None:
+                plans.append(plan)
+        draft = self._replay(contexts, plans, hidden) if plans else DraftBatch([[] for _ in contexts])
+        if draft is None:
             states = self.extend(self._call_inputs(plans, hidden))
             draft = self._draft(contexts, [plan for plan in plans if plan.width], states)
         for kv in tracked:

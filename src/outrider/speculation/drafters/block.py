@@ -145,11 +145,13 @@ class BlockDrafter:
 
     def propose(self, contexts: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
         assert hidden is not None
-        planned = [self._plan(row, context) for row, context in enumerate(contexts)]
-        reading = [block for block in planned if block is not None]
-        drafting = [block for block in reading if block.width > 0]
+        reading: list[Block] = []
+        for row, context in enumerate(contexts):
+            if (block := self._plan(row, context)) is not None:
+                reading.append(block)
         draft = self._replay_chain(contexts, reading, hidden) if reading else None
         if draft is None and reading:
+            drafting = [block for block in reading if block.width > 0]
             states = self._replay_pass(reading, hidden)
             if states is None:
                 states = self.extend(self._call_inputs(reading, drafting, hidden))
@@ -447,8 +449,8 @@ class BlockDrafter:
         return Block(row, context, begin, pages, shift, depth + self.skipped, depth, width)
 
     def _update_kv(self, blocks: list[Block]) -> None:
-        for context in (block.context for block in blocks if self.kv.can_suspend):
-            kv = self.kv[context.request]
+        for block in blocks if self.kv.can_suspend else ():
+            context, kv = block.context, self.kv[block.context.request]
             kv.known = context.computed
             self.kv.share_pages(context, kv)
 

@@ -64,9 +64,9 @@ class CatchUpBuffers:
     def recall(self, contexts: list[DraftContext], hidden: Tensor | None) -> tuple[list[DraftContext], Tensor | None]:
         """Return contexts and hidden states [T, F] as if the positions kept had run in this step.
 
-        The states that were kept are appended to those of the step.
+        The states that were kept are appended to those of the step. If none were kept, `contexts` itself is returned.
         """
-        if not any(context.request in self._buffers for context in contexts):
+        if not self._buffers or not any(context.request in self._buffers for context in contexts):
             return contexts, hidden
         parts = [] if hidden is None else [hidden]
         rows = 0 if hidden is None else len(hidden)

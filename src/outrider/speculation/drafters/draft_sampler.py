@@ -78,7 +78,11 @@ class DraftSampler:
         """Return whether drafts are the argmax: nothing is sampled, and no logits are kept."""
         if self.keeps_logits:
             return False
-        return not self.sampled or all(context.request.params.temperature == 0 for context in contexts)
+        if self.sampled:
+            for context in contexts:
+                if context.request.params.temperature != 0:
+                    return False
+        return True
 
     def sampling(self, contexts: Sequence[DraftContext]) -> SamplingMetadata:
         """Return how to sample the first token after each text: [B]."""

@@ -30,6 +30,8 @@ class TrackedKv:
 
     def pages(self, request: Request) -> list[int]:
         """Return the pages that the drafter reads."""
+        if not self.resumed:
+            return request.pages
         return [request.pages[index] for index in self.early_pages] + request.pages[self.resumed :]
 
     def shift(self, page_size: int) -> int:

@@ -270,16 +270,23 @@ class AcceptanceTracker:
     def observe(self, shared: Rates, text: Sequence[int]) -> list[int]:
         """Learn from the text that followed the draft; return the indices of the draft tokens that it contains."""
         path: list[int] = []
-        children: dict[int, list[int]] = {}
-        for index, parent in enumerate(range(-1, len(self.tokens) - 1) if self.parents is None else self.parents):
-            children.setdefault(parent, []).append(index)
-        last = -1
-        for token in text[self.start : self.start + len(self.tokens)]:
-            tried = children.get(last, ())
-            last = next((index for index in tried if self._observe_token(shared, index, token)), -1)
-            if last == -1:
-                break
-            path.append(last)
+        following = text[self.start : self.start + len(self.tokens)]
+        if self.parents is None:
+            for index, token in enumerate(following):
+                if not self._observe_token(shared, index, token):
+                    break
+                path.append(index)
+        else:
+            children: dict[int, list[int]] = {}
+            for index, parent in enumerate(self.parents):
+                children.setdefault(parent, []).append(index)
+            last = -1
+            for token in following:
+                tried = children.get(last, ())
+                last = next((index for index in tried if self._observe_token(shared, index, token)), -1)
+                if last == -1:
+                    break
+                path.append(last)
         self.tokens = self.evidence = ()
         return path
 

@@ -93,8 +93,8 @@ class RecordedChain(ChainBuilder):
                 reached = depth + 1
                 length = depth if path < plan.context.min_acceptance else reached
                 break
-        tokens: list[list[int]] = [[] for _ in contexts]
-        confidences: list[list[float]] = [[] for _ in contexts]
+        tokens: list[list[int]] = [[]] * len(contexts)
+        confidences: list[list[float]] = [[]] * len(contexts)
         lengths = [0] * len(contexts)
         tokens[plan.row], confidences[plan.row] = self.tokens.read(reached), confidence[:length]
         lengths[plan.row] = length
