@@ -31,6 +31,7 @@ class RecordedChain(ChainBuilder):
         self.tokens, self.estimates = device.buffer(width, torch.int32), device.buffer(width, torch.float32)
         self.recorder: Any = None  # while it is recorded
         self.greedy, self.reads_confidence = greedy, not greedy
+        self.shares_noise = not greedy  # tokens are sampled with the target's noise
         self._are_logprobs = True  # the estimates, else they are acceptance probabilities
         self._request: Request | None = None  # whose parameters are in the buffers of a chain that is sampled
         if greedy:
@@ -46,11 +47,6 @@ class RecordedChain(ChainBuilder):
     @property
     def counts(self) -> list[int]:
         return [1] * self.width
-
-    @property
-    def shares_noise(self) -> bool:
-        """Return whether its tokens are sampled with the target's noise."""
-        return not self.greedy
 
     def take(self, context: DraftContext) -> None:
         """Fill in the sampling parameters for the next token of a request."""
@@ -81,13 +77,15 @@ class RecordedChain(ChainBuilder):
 
         least: where a replay ends; the call that makes a recording drafts on, and is cut there.
         """
-        confidence = self.estimates.read(reached)
-        if self._are_logprobs:
-            confidence = [math.exp(min(logprob, 0.0)) for logprob in confidence]
-            if self.shares_noise:
-                confidence = [1 - (1 - probability) / 2 for probability in confidence]
+        confidence: list[float] = []
         length, path = reached, 1.0
-        for depth, probability in enumerate(confidence):
+        for depth, estimate in enumerate(self.estimates.read(reached)):
+            probability = estimate
+            if self._are_logprobs:
+                probability = 1.0 if estimate > 0 else math.exp(estimate)
+                if self.shares_noise:
+                    probability = 1 - (1 - probability) / 2
+            confidence.append(probability)
             path *= probability
             if path < least:
                 reached = depth + 1
