@@ -323,7 +323,7 @@ class Scheduler:
             if request.draft is not None:
                 allowance -= count
                 step.budget -= count
-                step.rows[request] = replace(row, draft=request.draft)
+                step.rows[request] = Row(request, row.start, row.tokens, row.sample, request.draft, row.unread)
 
     def _reserve_for_drafts(self, step: _StepBuilder) -> None:
         """Allocate the pages that drafters write after prompts that end in this step, if there are free ones.
