@@ -20,7 +20,7 @@ from outrider.kernels.quantization import FORMATS, dequantize
 
 EPS = 1e-5
 BIASES = ("gate_bias", "up_bias", "down_bias")
-STORED = {"float": "bf16", "int8": "q8_0", "int8 with minima": "q5_1", "int4": "q4_1", "fp8": "fp8"}
+STORED = {"float": "bf16", "int8": "q8_0", "int8 with minima": "q5_1", "int4": "q4_1", "fp8": "fp8", "table": "iq4_nl"}
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +89,14 @@ def test_quantized_matrices_stay_quantized(kinds: list[str], storage: str) -> No
     assert packed.kind == storage
     assert packed.paired == (storage == "int4")
     assert packed.data.nbytes == 8 * 128 // (2 if storage == "int4" else 1)
+
+
+@pytest.mark.parametrize("kind", ["iq4_nl", "mxfp4"])
+def test_nibbles_with_a_table_take_four_bits(kind: str) -> None:
+    packed = matrices.pack([weight(kind, 4, 384), weight(kind, 3, 384, 2)])
+    assert (packed.kind, packed.table, packed.paired) == ("int4", kind, False)
+    assert packed.data.nbytes == 7 * 384 // 2 and packed.scales is not None and packed.scales.nbytes == 7 * 384 // 16
+    assert matrices.pack([weight(kind, 4, 384), weight("q4_0", 4, 384)]).kind == "int8"  # two tables in one matrix
 
 
 @pytest.mark.parametrize("storage", STORED)

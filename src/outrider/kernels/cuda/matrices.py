@@ -6,7 +6,7 @@ tile of words unpacks into tiles of consecutive columns without moving data betw
 elements, which the tensor cores' load instruction supports. Rows are padded to whole tiles of PADDED columns.
 
 weight = scale * quant + minimum. Quants are signed, those of int4 are -8 to 7, stored as 0 to 15: minima of unsigned
-quants lie far from 0 and would lose bits in bf16.
+quants lie far from 0 and would lose bits in bf16. Those of iq4_nl and mxfp4 are indices into a table.
 A chunk has `groups` scales for equal shares of its columns. Those of one chunk and of neighbouring rows lie together,
 so that a tile reads whole lines of memory. If all groups of each row have one scale, it is applied to the sums instead,
 in fp32: `channel`. Ranges of rows are matrices.
@@ -24,6 +24,7 @@ from torch import Tensor
 from ..quantization import FORMATS, Groups, dequantize
 from ..structures import Weight
 from .device import DEVICE, INTERPRETED
+from .tables import TABLES
 
 CHUNK = 1 << 25  # weights that are converted at a time: bounds the temporary memory
 PADDED = 128  # columns: rows are multiples of it
@@ -47,6 +48,7 @@ class Matrix:
     span: int = 0  # words of a chunk
     groups: int = 0  # entries of `scales` for a chunk: 0, 1 or the weights of a word
     paired: bool = False  # entries of `scales` are pairs of scale and minimum
+    table: str = ""  # of int4: the quants are indices into the values of this format (tables.py)
     scales: Tensor | None = None  # [chunks, N, groups] bf16, or int32: two bf16, the scale in the low bits
     channel: Tensor | None = None  # [N] f32: scales of whole rows
     batch_invariant: bool = False  # a row's result must not depend on the number of rows
@@ -72,6 +74,9 @@ def pack(weights: Sequence[Weight], batch_invariant: bool = False, expand: bool 
         return _floats(weights, batch_invariant)
     if "fp8" in kinds:
         return _quantized(weights, "fp8", batch_invariant) if kinds == {"fp8"} else _floats(weights, batch_invariant)
+    for table in TABLES:
+        if kinds == {table}:
+            return _quantized(weights, "int4", batch_invariant, table)
     return _quantized(weights, "int4" if kinds.issubset(FOUR_BITS) else "int8", batch_invariant)
 
 
@@ -101,12 +106,14 @@ def _floats(weights: Sequence[Weight], batch_invariant: bool) -> Matrix:
     return Matrix("float", (data.shape[0], data.shape[1]), data, dtype, batch_invariant=batch_invariant)
 
 
-def _quantized(weights: Sequence[Weight], kind: Literal["int8", "int4", "fp8"], batch_invariant: bool) -> Matrix:
+def _quantized(
+    weights: Sequence[Weight], kind: Literal["int8", "int4", "fp8"], batch_invariant: bool, table: str = ""
+) -> Matrix:
     """Stack quantized matrices in the layout `kind`, with the smallest group size among them."""
     count, columns = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
     group = 16 if any(weight.kind == "q6_k" for weight in weights) else 32
     padded = -(-columns // PADDED) * PADDED
-    paired = kind == "int4" or any(weight.kind in WITH_MINIMA for weight in weights)
+    paired = (kind == "int4" and not table) or any(weight.kind in WITH_MINIMA for weight in weights)
     quants = torch.zeros(count, padded, dtype=torch.uint8, device=DEVICE)
     scales = torch.zeros(count, padded // group, device=DEVICE)
     minima = torch.zeros_like(scales)
@@ -115,11 +122,15 @@ def _quantized(weights: Sequence[Weight], kind: Literal["int8", "int4", "fp8"], 
         at = slice(begin, begin + part.quants.numel() // columns)
         begin = at.stop
         stored = part.quants + 8 if kind == "int4" else part.quants
+        if table:
+            stored = _indices(part.quants, table)
         quants[at, :columns] = stored.reshape(-1, columns).view(torch.uint8)
         scales[at, : columns // group] = _spread(part.scales, at.stop - at.start, columns // group)
         if part.minima is not None:
             minima[at, : columns // group] = _spread(part.minima, at.stop - at.start, columns // group)
-    found = Matrix(kind, (count, columns), quants, torch.bfloat16, paired=paired, batch_invariant=batch_invariant)
+    found = Matrix(
+        kind, (count, columns), quants, torch.bfloat16, paired=paired, table=table, batch_invariant=batch_invariant
+    )
     if not paired and _equal(scales[:, : columns // group]):
         span = PADDED // PER_WORD[kind]
         return replace(found, data=_words(quants, kind, span), span=span, channel=scales[:, 0].contiguous())
@@ -154,6 +165,14 @@ def _centered(part: Groups, kind: str) -> Groups:
         zeros = zeros.clamp(quants.amax(2) - 127, quants.amin(2) + 128)  # [X, groups]
     shifted = (quants - zeros[:, :, None].to(torch.int32)).to(torch.int8)
     return Groups(shifted.flatten(1), part.scales, part.minima + zeros * part.scales)
+
+
+def _indices(quants: Tensor, table: str) -> Tensor:
+    """Return the index in the table of each value: int8, 0 to 15."""
+    indices = torch.zeros(256, dtype=torch.int8)
+    for index, value in reversed(list(enumerate(TABLES[table]))):  # the first of equal values
+        indices[value & 255] = index
+    return indices.to(quants.device)[quants.view(torch.uint8).long()]
 
 
 def _words(quants: Tensor, kind: str, span: int) -> Tensor:

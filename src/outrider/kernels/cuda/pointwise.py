@@ -10,6 +10,7 @@ from torch import Tensor
 from ..structures import Activation
 from .device import LAUNCH, rounded, wait
 from .matrices import Matrix
+from .tables import looked_up
 
 BLOCK = 1024  # elements per program of pointwise kernels
 
@@ -119,6 +120,7 @@ def _read_rows(matrix: Matrix, tokens: Tensor | None, begin: int, scale: float, 
             span=matrix.span,
             groups=matrix.groups,
             paired=matrix.paired,
+            table=matrix.table,
             block=BLOCK,
             **LAUNCH,
         )
@@ -141,6 +143,7 @@ def _dequantize_row(
     span: tl.constexpr,
     groups: tl.constexpr,
     paired: tl.constexpr,
+    table: tl.constexpr,
     block: tl.constexpr,
 ):
     wait()
@@ -157,7 +160,9 @@ def _dequantize_row(
         offset = column // (per * span) * span + column % span
         word = tl.load(data + line * stride + offset, mask=inside, other=0).to(tl.int32)
         bits = word >> (column // span % per * (16 // per))
-        if kind == "int4":
+        if table != "":
+            value = looked_up(bits & 15, table)
+        elif kind == "int4":
             value = ((bits & 15) - 8).to(tl.float32)
         elif kind == "int8":
             value = ((bits & 255) - ((bits & 128) << 1)).to(tl.float32)

@@ -22,6 +22,7 @@ from ..structures import Activation
 from .device import EMULATED, INTERPRETED, LAUNCH, fetch, loop_bound, multiply, rounded, wait
 from .epilogue import ROWS, Biases, SplitK, Tiling, finish
 from .matrices import MOST_TILES, PADDED, PER_WORD, Matrix
+from .tables import looked_up_nibbles
 
 AHEAD: tl.constexpr = tl.constexpr(256)  # bytes of each row of the matrix that a program prefetches under PDL
 
@@ -41,6 +42,7 @@ class Format(NamedTuple):
     span: int
     groups: int
     paired: bool
+    table: str
     even: bool  # rows are not padded
 
 
@@ -116,7 +118,8 @@ def choose(kind: str, outputs: int, columns: int, gated: bool, rows: int) -> Til
 
 
 def format_of(matrix: Matrix) -> Format:
-    return Format(matrix.kind, matrix.span, matrix.groups, matrix.paired, matrix.shape[1] % PADDED == 0)
+    even = matrix.shape[1] % PADDED == 0
+    return Format(matrix.kind, matrix.span, matrix.groups, matrix.paired, matrix.table, even)
 
 
 def launch(
@@ -286,7 +289,7 @@ def read_tile(words, line, step, stride, scale_stride, chunks: tl.constexpr, for
         scales = tl.load(words.scales + offset, eviction_policy="evict_first")
         scales = tl.reshape(scales, [outputs, chunks, groups])
     if per == 4:
-        quarter_0, quarter_1, quarter_2, quarter_3 = _nibbles(tile)
+        quarter_0, quarter_1, quarter_2, quarter_3 = _nibbles(tile, format)
         if groups == 1:
             common = tl.reshape(scales, [outputs, chunks])
             quarter_0 = _scaled(quarter_0, common, format)
@@ -322,8 +325,11 @@ def _concatenated(left, right):
 
 
 @triton.jit
-def _nibbles(tile):
-    """Convert the four nibbles of words to bf16 -8 .. 7, exactly."""
+def _nibbles(tile, format: tl.constexpr):
+    """Convert the four nibbles of words to bf16, exactly: -8 .. 7, or the values of a table."""
+    table: tl.constexpr = format.table
+    if table != "":
+        return looked_up_nibbles(tile, table)
     if EMULATED:
         bits = tile.to(tl.int32)
         return (
