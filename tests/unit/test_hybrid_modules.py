@@ -12,6 +12,7 @@ from test_heads import error
 from torch import Tensor
 
 import tiny
+import tiny_gguf
 import tiny_hybrids
 from outrider import LLM, SamplingParams
 from outrider.errors import UserError
@@ -83,6 +84,15 @@ def test_checkpoints_without_modules_are_refused_by_name(tmp_path: Path) -> None
     bare = tiny.copy("qwen3.5", tmp_path)
     with pytest.raises(UserError, match=f"`{bare}` has no modules of multi-token prediction"):
         LLM(str(bare), backend="cpu", speculate="mtp")
+
+
+def test_a_gguf_model_takes_the_modules_of_a_folder(tmp_path: Path) -> None:
+    method = find("mtp")
+    stage = Stage(load("reference"), "qwen3.5", source=str(tiny_gguf.write("qwen3.5", tmp_path / "model.gguf")))
+    reason = refusal(lambda: method.build(method.Options(), stage.target))
+    assert "are not read from GGUF files" in reason and "pass a folder as `model`" in reason
+    folder = tiny_hybrids.inside("qwen3.5", tmp_path / "folder")
+    assert method.build(method.Options(model=str(folder), width=2), stage.target).needs.width == 2
 
 
 @pytest.mark.parametrize(

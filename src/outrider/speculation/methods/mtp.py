@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from ...cache.pages import Pages
@@ -23,8 +24,9 @@ class Options(TreeOptions):
 
 def build(options: Options, target: Target) -> Autoregressive:
     options.check_tree()
-    own = not options.model and has_modules(locate(target.source))
-    source = target.source if own else choose_source(options.model, "mtp", target, lacking(target.source))
+    path = None if options.model else locate(target.source)
+    own = path is not None and has_modules(path)
+    source = target.source if own else choose_source(options.model, "mtp", target, lacking(target.source, path))
     head = open_head(source, target.model.config, "mtp")
     check(head, options, target)
     quantize = options.quantize or target.quantize
@@ -45,7 +47,9 @@ def build_module(head: Head, index: int, target: Target, quantize: str | None) -
     return EagleHead(head.module(index), target.model, pages, target.max_context, quantize, first=index + 1)
 
 
-def lacking(source: str) -> str:
+def lacking(source: str, path: Path | None) -> str:
+    if path is not None and path.is_file():
+        return f"modules of multi-token prediction are not read from GGUF files (`{source}`): pass a folder as `model`"
     return f"`{source}` has no modules of multi-token prediction: pass their folder as `model`, or use another method"
 
 
