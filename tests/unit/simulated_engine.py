@@ -231,9 +231,13 @@ class Simulation:
             deepest = max(deep for _, deep in ended) if drafter.stops else max(widths)
             if deepest or method not in controller.suspendable:
                 spent = drafter.seconds(deepest)
-                controller.observe_draft(method, deepest, self.noise(spent, far))
-            spent += drafter.waking * len(self._woken & set(asking))
-            self._woken -= set(asking)
+                woken = [request for request in asking if request in self._woken]
+                if woken:
+                    spent += drafter.waking * len(woken)
+                    controller.observe_catch_up(woken, deepest, self.noise(spent, far), batch_size)
+                else:
+                    controller.observe_draft(method, deepest, self.noise(spent, far))
+                self._woken -= set(asking)
         kept_widths = controller.trim(asking, drafted, batch_size - len(awake))
         drafts: list[Draft | None] = [None] * batch_size
         for row, draft, width in zip(awake, drafted, kept_widths, strict=True):

@@ -456,19 +456,18 @@ class SpeculationManager:
         called = self._called(contexts, hidden) if suspendable else contexts
         if not called:
             return [NO_PROPOSAL] * len(outcomes)
+        resumed = [context.request for context in called if context.request in self._catch_up] if suspendable else []
         drafting, hidden = self._catch_up.recall(called, hidden)
-        catches_up = drafting is not called
         last = self._last_tokens(drafting) if proposer.needs.has_kv else self._no_tokens
         started = time.perf_counter()
         batch = self.captured_drafting.propose(name, drafting, hidden) if self.captured_drafting else None
         if batch is None:
             batch = proposer.propose(drafting, last, hidden)
         drafts = validated(batch, drafting, self.target.model.config.vocabulary, self.verifier)
-        if timed and not catches_up:
-            self._observe_draft(name, drafting, batch, time.perf_counter() - started)
-        if catches_up:
-            for context in drafting:
-                self._catch_up.forget(context.request)
+        if timed:
+            self._observe_draft(name, drafting, batch, resumed, time.perf_counter() - started)
+        for request in resumed:
+            self._catch_up.forget(request)
         trimmed = drafts if blind else self._trim(drafting, drafts)
         if not timed and self.plan.adaptive and self.target.can_suspend:
             self._pause(drafting, drafts, trimmed, time.perf_counter() - called_at)
@@ -494,11 +493,15 @@ class SpeculationManager:
             self._catch_up.add(context, hidden)
         return called
 
-    def _observe_draft(self, name: str, contexts: list[DraftContext], batch: DraftBatch, seconds: float) -> None:
-        """Learn the latency of a call: of a draft, or of reading prompts; a call that does both is not measured."""
+    def _observe_draft(
+        self, name: str, contexts: list[DraftContext], batch: DraftBatch, resumed: list[Request], seconds: float
+    ) -> None:
+        """Learn the latency of a call: of a draft, of catching up, or of reading prompts; if it reads some, of none."""
         reading = sum(not context.new_tokens or not context.request.output for context in contexts)
-        if not reading:
-            depth = max(context.num_draft_tokens for context in contexts) if batch.reached is None else batch.reached
+        depth = max(context.num_draft_tokens for context in contexts) if batch.reached is None else batch.reached
+        if resumed:
+            self.controller.observe_catch_up(resumed, depth, seconds, self._batch_size)
+        elif not reading:
             self.controller.observe_draft(name, depth, seconds)
         elif reading == len(contexts):
             self.controller.observe_reading(name, sum(one.computed - one.start for one in contexts), seconds)

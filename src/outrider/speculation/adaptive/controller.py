@@ -15,14 +15,10 @@ from itertools import accumulate
 from ...request import Request
 from ...types import Draft, Suspension
 from .acceptance_model import REQUEST_MEMORY, DraftRates, Rates, confidence_key, products
-from .backoff import Backoff
+from .backoff import EXPLORATION_SHARE, Backoff
 from .latency_model import LatencyCurve, LatencyModel
 from .width_search import fastest_widths
 
-# Share of the time: the most that drafters lose by reading prompts of requests whose drafts are not expected to pay.
-# Of a request of 80 prompt and 80 output tokens, reading takes 1 % with a block head and 3 to 6 % with EAGLE-3 (N1,
-# docs/log.md, "Prompts that a suspended drafter does not read"): all texts are read, or one in three to six.
-READING_SHARE = 0.01
 MAX_FOLLOWING = 16.0  # steps without drafts: the time that a drafter may take to follow the text since it last paid
 
 
@@ -33,7 +29,7 @@ class History:
         """base: of the model itself, where the history of an adapter begins."""
         self.rates: DraftRates = DraftRates(base=None if base is None else base.rates)
         self.calibration: Rates = Rates(base=None if base is None else base.calibration)
-        self.decoding = 0.0  # seconds of decoding since a prompt was read although drafts were not expected to pay
+        self.budget = 0.0  # for first probes of texts, in plain steps: a share of all steps, less what all probes lost
 
 
 class Method:
@@ -58,6 +54,11 @@ class State:
         self.may_pay = True  # drafts would pay if all of their tokens were accepted
         self.skipped = 0  # steps since a draft was expected to pay
 
+    def charge(self, loss: float) -> None:
+        """Count what a probe cost beyond the loss that was expected, in plain steps."""
+        self.backoff.charge(loss)
+        self.history.budget -= loss
+
     def acceptance(self, draft: Draft | None) -> list[float]:
         """Return the probability of each token to be accepted."""
         if draft is None or draft.confidence is None:
@@ -80,7 +81,7 @@ class AdaptiveController:
         return len(self._requests)
 
     def begin(self, request: Request, tokens: int) -> None:
-        """Suspend the drafter of a new request if its drafts are not expected to pay, and reading costs too much.
+        """Suspend the drafter of a new request if its drafts are not expected to pay, and a first probe costs too much.
 
         A text that is not read is probed later, but a drafter without its prompt accepts fewer tokens. So among texts
         whose drafts do not pay some are read, and an easy one is found at its first token. tokens: of the prompt.
@@ -92,18 +93,19 @@ class AdaptiveController:
         drafting, history = self._drafting(request, width), state.history
         if any(fastest_widths([acceptance], verification, drafting, 1)[0]):
             return
-        reading = state.method.reading.seconds(tokens)
-        if reading <= READING_SHARE * history.decoding:  # 0 <= 0 before the first measurement
-            history.decoding = 0.0
+        probe = (drafting[1] + verification[1]) / verification[0] - 1
+        reading = state.method.reading.seconds(tokens)  # with the draft; 0 before the first measurement
+        if not reading or (reading + verification[1]) / verification[0] - 1 <= history.budget:
+            history.budget = probe  # which `plan` subtracts
         else:
-            state.backoff.pause()
+            state.backoff.pause(probe)
             self._note_suspended([request], [acceptance], [0], drafting, 0)
 
     def forget(self, request: Request) -> None:
         """Drop the state of a request that has ended."""
         state = self._requests.pop(request, None)
-        if state is not None and self.latency.covers(1):
-            state.history.decoding += len(request.output) * self.latency.seconds(1, 0)
+        if state is not None:
+            state.history.budget += EXPLORATION_SHARE * len(request.output)
 
     def draft_latency(self, method: str) -> LatencyCurve:
         """Return the seconds of a call of the method by the widest draft; 0: it only follows the text."""
@@ -113,6 +115,14 @@ class AdaptiveController:
         """Learn that a call drafted `depth` tokens in `seconds`, unless multi-step runs are timed."""
         if method not in self.multi_step:
             self.draft_latency(method).observe(depth, seconds / self.latency.slowdown)
+
+    def observe_catch_up(self, requests: Sequence[Request], depth: int, seconds: float, batch_size: int) -> None:
+        """Count seconds of a call that resumed the drafters of `requests`, beyond those of a draft, as lost by probes."""
+        if self.latency.covers(batch_size):
+            expected = self.draft_latency(requests[0].method).seconds(depth)
+            lost = (seconds / self.latency.slowdown - expected) / self.latency.seconds(batch_size, 0)
+            for request in requests:
+                self._state(request).charge(max(lost, 0.0) * batch_size / len(requests))
 
     def observe_reading(self, method: str, tokens: int, seconds: float) -> None:
         """Learn that a call read `tokens` of prompts in `seconds`."""
@@ -209,6 +219,9 @@ class AdaptiveController:
                 state.may_pay = not idles or self._may_pay(len(acceptance[row]), verification, drafting, batch_size)
                 state.probes = idles and state.backoff.probes(loss)
             widths[row] += idles and state.probes
+        probing = [] if planned else [state for state in states if state.probes]
+        for state in probing:
+            state.history.budget -= loss / len(probing)
         return widths
 
     def _note_suspended(
