@@ -117,7 +117,7 @@ class AdaptiveController:
             self.draft_latency(method).observe(depth, seconds / self.latency.slowdown)
 
     def observe_catch_up(self, requests: Sequence[Request], depth: int, seconds: float, batch_size: int) -> None:
-        """Count seconds of a call that resumed the drafters of `requests`, beyond those of a draft, as lost by probes."""
+        """Count the seconds of a call that resumed drafters, beyond those of a draft, as lost by their probes."""
         if self.latency.covers(batch_size):
             expected = self.draft_latency(requests[0].method).seconds(depth)
             lost = (seconds / self.latency.slowdown - expected) / self.latency.seconds(batch_size, 0)
