@@ -350,9 +350,12 @@ class SpeculationManager:
         """Learn the latency of a target pass, except of prompts."""
         if not self.methods or not self.plan.adaptive or self.controller.multi_step:
             return
-        if all(len(row.tokens) == 1 for row in rows):
-            drafted, context = sum(row.size for row in rows) - len(rows), sum(row.start for row in rows) / len(rows)
-            self.controller.latency.observe(len(rows), drafted, seconds, context)
+        drafted = context = 0
+        for row in rows:
+            if len(row.tokens) != 1:
+                return
+            drafted, context = drafted + row.size - 1, context + row.start
+        self.controller.latency.observe(len(rows), drafted, seconds, context / len(rows))
 
     # ---- one step ----
 
