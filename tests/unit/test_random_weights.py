@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -31,10 +32,28 @@ def test_the_tensors_are_those_that_transformers_has(name: str) -> None:
     build(found, reference)  # which refuses tensors that are missing, or that it does not know
 
 
-@pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5-moe", "granite4"])
-def test_shapes_with_recurrent_layers_are_refused(name: str) -> None:
-    path = tiny.folder(name) / "config.json"
-    with pytest.raises(UserError, match=f"is a `{tiny.model_type(name)}`, whose tensors are not known"):
+@pytest.mark.parametrize(
+    ("name", "recurrent", "billions"), [("granite-4-h-micro", 36, 3.2), ("qwen3-next-80b-a3b", 36, 79.7)]
+)
+def test_hybrid_shapes_have_their_size(name: str, recurrent: int, billions: float) -> None:
+    found = open_checkpoint(f"random/{name}", device=torch.device("meta"))
+    states = read_config(found.config).recurrent
+    assert states is not None and sum(states.layers) == recurrent
+    assert sum(math.prod(stored.shape) for stored in found.tensors.values()) == pytest.approx(billions * 1e9, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "granite4-moe"])
+def test_hybrid_shapes_generate(name: str) -> None:
+    llm = LLM(f"random/{tiny.folder(name) / 'config.json'}", backend="cpu", cache_tokens=1024)
+    output = llm.generate("a text", GREEDY)[0].completions[0]
+    assert len(output.token_ids) == GREEDY.max_tokens
+
+
+def test_a_recurrent_shape_without_its_sizes_is_refused(tmp_path: Path) -> None:
+    config = json.loads((tiny.folder("qwen3-next") / "config.json").read_text())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**config, "linear_num_key_heads": None}))
+    with pytest.raises(UserError, match="a recurrent layer has `linear_num_key_heads` None"):
         open_checkpoint(f"random/{path}")
 
 

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -70,6 +70,62 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "rope_theta": 1_000_000.0,
         "tie_word_embeddings": False,
     },
+    "granite-4-h-micro": {
+        "model_type": "granitemoehybrid",
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "layer_types": ["attention" if layer in (5, 15, 25, 35) else "mamba" for layer in range(40)],
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+        "shared_intermediate_size": 8192,
+        "num_local_experts": 0,
+        "mamba_n_heads": 64,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+        "mamba_n_groups": 1,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_conv_bias": True,
+        "attention_multiplier": 0.015625,
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 8.0,
+        "residual_multiplier": 0.22,
+        "vocab_size": 100_352,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-next-80b-a3b": {
+        "model_type": "qwen3_next",
+        "architectures": ["Qwen3NextForCausalLM"],
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "full_attention_interval": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "intermediate_size": 5120,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+        "linear_num_value_heads": 32,
+        "linear_num_key_heads": 16,
+        "linear_value_head_dim": 128,
+        "linear_key_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "vocab_size": 151_936,
+        "max_position_embeddings": 262_144,
+        "rope_theta": 10_000_000.0,
+        "tie_word_embeddings": False,
+    },
     "smollm2-135m": {
         **LLAMA,
         "hidden_size": 576,
@@ -111,6 +167,8 @@ class Traits:
     fused: bool = False  # one matrix of queries, keys and values, and one of gate and up
     expert_width: str = ""  # key of config.json: inner width of an expert
     gpt_oss: bool = False  # sinks of heads; router and experts with biases, transposed
+    gated: bool = False  # queries have gates of the attention's output beside them
+    recurrent: Literal["", "fused", "split", "mamba"] = ""  # projections of Gated DeltaNet; Mamba-2 in Granite 4
 
 
 KINDS = {
@@ -127,9 +185,15 @@ KINDS = {
     "olmoe": Traits(whole_norms=True, expert_width="intermediate_size"),
     "qwen2_moe": Traits(biases=("q_proj", "k_proj", "v_proj"), expert_width="moe_intermediate_size"),
     "qwen3_moe": Traits(head_norms=True, expert_width="moe_intermediate_size"),
+    "qwen3_next": Traits(head_norms=True, expert_width="moe_intermediate_size", gated=True, recurrent="fused"),
+    "qwen3_5_text": Traits(head_norms=True, gated=True, recurrent="split"),
+    "qwen3_5_moe_text": Traits(head_norms=True, expert_width="moe_intermediate_size", gated=True, recurrent="split"),
+    "granitemoehybrid": Traits(expert_width="intermediate_size", recurrent="mamba"),
     "gemma2": Traits(post_norms=True),
     "gemma3_text": Traits(head_norms=True, post_norms=True),
 }
+
+TIED_KINDS = ("gemma2", "gemma3_text", "smollm3")  # whose heads are tied unless config.json says otherwise
 
 
 @dataclass(frozen=True)
@@ -222,24 +286,35 @@ def tensor_shapes(source: str, config: Mapping[str, Any]) -> dict[str, tuple[int
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, width)}
     for layer in range(config["num_hidden_layers"]):
         traits = KINDS[kind] if has_experts(config, layer) else replace(KINDS[kind], expert_width="")
-        shapes |= layer_shapes(config, traits, f"model.layers.{layer}.")
+        shapes |= layer_shapes(config, traits, f"model.layers.{layer}.", is_recurrent(config, traits, layer))
     shapes["model.norm.weight"] = (width,)
-    if not config.get("tie_word_embeddings", kind in ("gemma2", "gemma3_text", "smollm3")):
+    if not config.get("tie_word_embeddings", kind in TIED_KINDS):
         shapes["lm_head.weight"] = (vocabulary, width)
     return shapes
 
 
-def layer_shapes(config: Mapping[str, Any], traits: Traits, prefix: str) -> dict[str, tuple[int, ...]]:
+def layer_shapes(
+    config: Mapping[str, Any], traits: Traits, prefix: str, recurrent: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a layer. recurrent: it has a recurrent layer in the place of attention."""
     width, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     head = config.get("head_dim") or width // heads
     queries, keys = heads * head, (config.get("num_key_value_heads") or heads) * head
-    attention = {"q_proj": (queries, width), "k_proj": (keys, width), "v_proj": (keys, width)}
+    gated = 2 if traits.gated else 1
+    attention = {"q_proj": (gated * queries, width), "k_proj": (keys, width), "v_proj": (keys, width)}
     mlp = {"gate_proj": (inner, width), "up_proj": (inner, width)}
     if traits.fused:
         attention, mlp = {"qkv_proj": (queries + 2 * keys, width)}, {"gate_up_proj": (2 * inner, width)}
     attention["o_proj"], mlp["down_proj"] = (width, queries), (width, inner)
     found: dict[str, tuple[int, ...]] = {}
-    if traits.expert_width:
+    if recurrent:
+        attention = {}
+        shapes = mamba_shapes(config) if traits.recurrent == "mamba" else delta_shapes(config, traits.recurrent)
+        found |= {prefix + name: shape for name, shape in shapes.items()}
+    if traits.recurrent == "mamba":
+        mlp = {}
+        found |= {prefix + name: shape for name, shape in granite_mlp_shapes(config, traits.expert_width).items()}
+    elif traits.expert_width:
         mlp = {}
         shapes_of = gpt_oss_expert_shapes if traits.gpt_oss else expert_shapes
         found |= shapes_of(config, traits.expert_width, f"{prefix}mlp.")
@@ -256,10 +331,92 @@ def layer_shapes(config: Mapping[str, Any], traits: Traits, prefix: str) -> dict
     norms += ["pre_feedforward_layernorm"] if traits.pre_norms and traits.post_norms else []
     norms += ["post_feedforward_layernorm"] if traits.post_norms else []
     found |= {f"{prefix}{norm}.weight": (width,) for norm in norms}
-    if traits.head_norms or traits.whole_norms:
+    if (traits.head_norms or traits.whole_norms) and not recurrent:
         sizes = (queries, keys) if traits.whole_norms else (head, head)
         found |= {
             f"{prefix}self_attn.{norm}.weight": (size,) for norm, size in zip(("q_norm", "k_norm"), sizes, strict=True)
+        }
+    return found
+
+
+def is_recurrent(config: Mapping[str, Any], traits: Traits, layer: int) -> bool:
+    """Return whether a layer is recurrent, as `layer_types` says, or all but every `full_attention_interval`-th."""
+    kinds = config.get("layer_types") or config.get("layers_block_type")
+    if not traits.recurrent:
+        return False
+    if kinds is None:
+        return (layer + 1) % (config.get("full_attention_interval") or 4) != 0
+    return layer < len(kinds) and kinds[layer] in ("linear_attention", "mamba")
+
+
+def sizes_of(config: Mapping[str, Any], *keys: str) -> list[int]:
+    """Return these sizes of recurrent layers."""
+    for key in keys:
+        if type(config.get(key)) is not int or config[key] < 1:
+            raise UserError(f"a recurrent layer has `{key}` {config.get(key)!r}: state a whole number in config.json")
+    return [config[key] for key in keys]
+
+
+def delta_shapes(config: Mapping[str, Any], projections: str) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a Gated DeltaNet layer, with fused (Qwen3-Next) or split projections (Qwen3.5)."""
+    width, heads, key_heads, head, state, conv = sizes_of(
+        config,
+        "hidden_size",
+        "linear_num_value_heads",
+        "linear_num_key_heads",
+        "linear_value_head_dim",
+        "linear_key_head_dim",
+        "linear_conv_kernel_dim",
+    )
+    values, channels = heads * head, 2 * key_heads * state + heads * head
+    parts = {"in_proj_qkvz.weight": (channels + values, width), "in_proj_ba.weight": (2 * heads, width)}
+    if projections == "split":
+        parts = {f"in_proj_{name}.weight": (heads, width) for name in "ab"}
+        parts |= {"in_proj_qkv.weight": (channels, width), "in_proj_z.weight": (values, width)}
+    found: dict[str, tuple[int, ...]] = {
+        **parts,
+        "conv1d.weight": (channels, 1, conv),
+        "A_log": (heads,),
+        "dt_bias": (heads,),
+        "norm.weight": (head,),
+        "out_proj.weight": (width, values),
+    }
+    return {f"linear_attn.{name}": shape for name, shape in found.items()}
+
+
+def mamba_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a Mamba-2 layer."""
+    width, heads, groups, state, conv, expand = sizes_of(
+        config, "hidden_size", "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand"
+    )
+    values, channels = expand * width, 2 * groups * state + expand * width
+    found: dict[str, tuple[int, ...]] = {
+        "in_proj.weight": (values + channels + heads, width),
+        "conv1d.weight": (channels, 1, conv),
+        "A_log": (heads,),
+        "D": (heads,),
+        "dt_bias": (heads,),
+        "norm.weight": (values,),
+        "out_proj.weight": (width, values),
+    }
+    if config.get("mamba_conv_bias", True):
+        found["conv1d.bias"] = (channels,)
+    return {f"mamba.{name}": shape for name, shape in found.items()}
+
+
+def granite_mlp_shapes(config: Mapping[str, Any], width_key: str) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of an MLP of Granite 4, and of its experts if it has some."""
+    width, inner = sizes_of(config, "hidden_size", "shared_intermediate_size")
+    found: dict[str, tuple[int, ...]] = {
+        "shared_mlp.input_linear.weight": (2 * inner, width),
+        "shared_mlp.output_linear.weight": (width, inner),
+    }
+    if width_key:
+        count, inner = expert_sizes(config, width_key)
+        found |= {
+            "block_sparse_moe.router.weight": (count, width),
+            "block_sparse_moe.experts.gate_up_proj": (count, 2 * inner, width),
+            "block_sparse_moe.experts.down_proj": (count, width, inner),
         }
     return found
 
@@ -301,6 +458,8 @@ def expert_shapes(config: Mapping[str, Any], width_key: str, prefix: str) -> dic
 
 
 def has_experts(config: Mapping[str, Any], layer: int) -> bool:
+    if any(config.get(key) == 0 for key in EXPERT_COUNTS):  # a hybrid model without experts says so
+        return False
     dense, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
     return layer not in dense and (layer + 1) % step == 0
 
