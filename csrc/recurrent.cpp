@@ -2,6 +2,7 @@
 // [P][N] depends on no other row, so that a thread keeps a few rows in its cache for all tokens of a batch row, and the
 // states of a tree's nodes are a few rows each. Every token is one call of `update`: its bits do not depend on the step.
 #include <algorithm>
+#include <type_traits>
 
 #include "activations.h"
 #include "vector_math.h"
@@ -9,7 +10,9 @@
 namespace outrider::LEVEL {
 namespace {
 
-constexpr int kRows = 4;  // rows of a state that are updated together: their sums fit into the registers
+constexpr int kRows = 4;   // rows of a state that are updated together: their sums fit into the registers
+constexpr int kUnit = 16;  // rows of a state that a thread takes at once: a cache line of a token's values and outputs
+constexpr int kItems = 16;  // tokens that these rows read in turn: their keys and the rows fit into the L1 cache
 
 // A token that a row of the batch reads: one that an earlier step kept, or one of this step.
 struct Item {
@@ -157,10 +160,12 @@ void prepare_item(const Recurrent& layer, const Plan& plan, const Prepared& out,
   }
 }
 
-// Read one token into `rows` rows of a head's state: [rows][stride]. out: [rows], null: no output is needed.
+// Read one token into `rows` rows of a head's state: [rows][stride]. key: [2][stride], the query follows. value, out:
+// [rows]. Not inlined: so every token is read by the same instructions, wherever it comes from.
 template <int rows, bool delta>
-OUTRIDER_INLINE void update(float* state, int stride, const float* key, const float* query, float decay, float rate,
-                            const float* value, float* out) {
+[[gnu::noinline]] void update(float* state, int stride, const float* key, float decay, float rate, float skip,
+                              const float* value, float* out) {
+  const float* query = key + stride;
   const f32x16 factor = splat(decay);
   float added[rows];
   if constexpr (delta) {
@@ -168,11 +173,7 @@ OUTRIDER_INLINE void update(float* state, int stride, const float* key, const fl
     for (int r = 0; r < rows; ++r) known[r] = splat(0.0f);
     for (int i = 0; i < stride; i += 16) {
       const f32x16 k = load(key + i);
-      for (int r = 0; r < rows; ++r) {
-        const f32x16 s = load(state + r * stride + i) * factor;
-        store(state + r * stride + i, s);
-        known[r] = fma(s, k, known[r]);
-      }
+      for (int r = 0; r < rows; ++r) known[r] = fma(load(state + r * stride + i) * factor, k, known[r]);
     }
     for (int r = 0; r < rows; ++r) added[r] = (value[r] - sum(known[r])) * rate;
   } else {
@@ -183,66 +184,108 @@ OUTRIDER_INLINE void update(float* state, int stride, const float* key, const fl
   for (int i = 0; i < stride; i += 16) {
     const f32x16 k = load(key + i), q = load(query + i);
     for (int r = 0; r < rows; ++r) {
-      f32x16 s = load(state + r * stride + i);
-      if constexpr (!delta) s = s * factor;
-      s = fma(k, splat(added[r]), s);
+      const f32x16 s = fma(k, splat(added[r]), load(state + r * stride + i) * factor);
       store(state + r * stride + i, s);
       result[r] = fma(s, q, result[r]);
     }
   }
-  if (out)
-    for (int r = 0; r < rows; ++r) out[r] = sum(result[r]);
+  for (int r = 0; r < rows; ++r) out[r] = sum(result[r]) + skip * value[r];
 }
 
-// Run all tokens of a row through rows [first, first + rows) of a head's state.
+// Rows [first, first + count) of a head's state, and what the tokens of a batch row need of the head.
+struct Unit {
+  const RowPlan& row;
+  int head, first, count;
+  float decay(const Prepared& in, size_t item, int heads) const { return in.factors[item * 2 * heads + head]; }
+  float rate(const Prepared& in, size_t item, int heads) const { return in.factors[(item * 2 + 1) * heads + head]; }
+};
+
+// Read items [begin, end) of a unit's batch row into its state [count][stride], for good. Values and outputs of a few
+// items lie side by side: in memory they are as far apart as tokens, often in the same set of the cache.
+template <bool delta>
+void read_items(const Recurrent& layer, const Plan& plan, const Unit& unit, const Prepared& in, const float* keys,
+                int begin, int end, float* state, float* mixed) {
+  float values[kItems][kUnit], outs[kItems][kUnit];
+  const size_t width = size_t(layer.heads) * layer.head_dim, at = size_t(unit.head) * layer.head_dim + unit.first;
+  const float skip = layer.skip ? layer.skip[unit.head] : 0.0f;
+  for (int from = begin; from < end; from += kItems) {
+    const int count = std::min(end - from, kItems), index = unit.row.first + from;
+    for (int i = 0; i < count; ++i)
+      memcpy(values[i], in.values + size_t(index + i) * width + at, size_t(unit.count) * sizeof(float));
+    const auto run = [&](auto rows, int r) {
+      for (int i = 0; i < count; ++i) {
+        const float* key = keys + size_t(index + i) * 2 * in.stride;
+        update<rows(), delta>(state + r * in.stride, in.stride, key, unit.decay(in, size_t(index + i), layer.heads),
+                              unit.rate(in, size_t(index + i), layer.heads), skip, values[i] + r, outs[i] + r);
+      }
+    };
+    int r = 0;
+    for (; r + kRows <= unit.count; r += kRows) run(std::integral_constant<int, kRows>(), r);
+    for (; r < unit.count; ++r) run(std::integral_constant<int, 1>(), r);
+    for (int i = 0; i < count; ++i) {
+      const int token = plan.items[size_t(index + i)].token;
+      if (token >= 0) memcpy(mixed + size_t(token) * width + at, outs[i], size_t(unit.count) * sizeof(float));
+    }
+  }
+}
+
+// Run the items that may still be rejected on copies of rows [r, r + rows) of a unit's state. Each node of a tree has a
+// copy of its own; a chain needs one.
 template <int rows, bool delta>
-void run_rows(const Recurrent& layer, const Plan& plan, const RowPlan& row, const Prepared& in, const States& states,
-              int head, int first, float* nodes, float* mixed) {
-  const int stride = in.stride, size = layer.state_dim, count = int(plan.items.size());
-  const size_t values = size_t(layer.heads) * layer.head_dim, at = size_t(head) * layer.head_dim + first;
-  const float* keys = in.keys + size_t(head / (layer.heads / layer.key_heads)) * count * 2 * stride;
-  float* state = nodes;  // [rows][stride]; the states of items that are not read into it follow
-  const auto node = [&](int item) {
-    return item < row.committed() ? state : nodes + size_t(item - row.committed() + 1) * rows * stride;
-  };
-  const float* source = states.state(row.source, at, size);
-  for (int r = 0; r < rows; ++r) {
-    float* to = state + r * stride;
-    std::fill(to + size, to + stride, 0.0f);
-    if (row.start != 0) memcpy(to, source + size_t(r) * size, size_t(size) * sizeof(float));
-    else std::fill(to, to + size, 0.0f);
+void run_drafts(const Recurrent& layer, const Plan& plan, const Unit& unit, const Prepared& in, const float* keys,
+                bool is_tree, int r, const float* state, float* nodes, float* mixed) {
+  const int stride = in.stride, committed = unit.row.committed();
+  const size_t width = size_t(layer.heads) * layer.head_dim;
+  const size_t at = size_t(unit.head) * layer.head_dim + unit.first + r;
+  const float skip = layer.skip ? layer.skip[unit.head] : 0.0f;
+  const auto node = [&](int item) { return nodes + size_t(is_tree ? item - committed : 0) * rows * stride; };
+  for (int i = committed; i < unit.row.items(); ++i) {
+    const int index = unit.row.first + i;
+    const Item& item = plan.items[size_t(index)];
+    const float* before = item.parent < committed ? state + r * stride : node(item.parent);
+    if (before != node(i)) memcpy(node(i), before, size_t(rows) * stride * sizeof(float));
+    update<rows, delta>(node(i), stride, keys + size_t(index) * 2 * stride, unit.decay(in, size_t(index), layer.heads),
+                        unit.rate(in, size_t(index), layer.heads), skip, in.values + size_t(index) * width + at,
+                        mixed + size_t(item.token) * width + at);
   }
-  for (int i = 0; i < row.items(); ++i) {
-    const size_t index = size_t(row.first + i);
-    const Item& item = plan.items[index];
-    float* to = node(i);
-    if (to != state) memcpy(to, node(item.parent), size_t(rows) * stride * sizeof(float));
-    const float* key = keys + index * 2 * stride;
-    const float* factors = in.factors + index * 2 * layer.heads;
-    const float* value = in.values + index * values + at;
-    float* out = item.token < 0 ? nullptr : mixed + size_t(item.token) * values + at;
-    update<rows, delta>(to, stride, key, key + stride, factors[head], factors[layer.heads + head], value, out);
-    if (out && layer.skip)
-      for (int r = 0; r < rows; ++r) out[r] += layer.skip[head] * value[r];
-  }
-  float* target = states.state(row.target, at, size);
-  for (int r = 0; r < rows; ++r) memcpy(target + size_t(r) * size, state + r * stride, size_t(size) * sizeof(float));
 }
 
 template <bool delta>
-void run_states(const Recurrent& layer, const Plan& plan, const Prepared& in, const States& states, float* mixed) {
-  const int blocks = (layer.head_dim + kRows - 1) / kRows, of_row = layer.heads * blocks;
+void run_unit(const Recurrent& layer, const Plan& plan, const Unit& unit, const Prepared& in, const States& states,
+              bool is_tree, float* state, float* nodes, float* mixed) {
+  const int stride = in.stride, size = layer.state_dim;
+  const size_t at = size_t(unit.head) * layer.head_dim + unit.first;
+  const size_t group = size_t(unit.head / (layer.heads / layer.key_heads));
+  const float* keys = in.keys + group * plan.items.size() * 2 * stride;
+  const float* source = states.state(unit.row.source, at, size);
+  for (int r = 0; r < unit.count; ++r) {
+    float* to = state + r * stride;
+    std::fill(to + size, to + stride, 0.0f);
+    if (unit.row.start != 0) memcpy(to, source + size_t(r) * size, size_t(size) * sizeof(float));
+    else std::fill(to, to + size, 0.0f);
+  }
+  read_items<delta>(layer, plan, unit, in, keys, 0, unit.row.committed(), state, mixed);
+  int r = 0;
+  for (; r + kRows <= unit.count; r += kRows)
+    run_drafts<kRows, delta>(layer, plan, unit, in, keys, is_tree, r, state, nodes, mixed);
+  for (; r < unit.count; ++r) run_drafts<1, delta>(layer, plan, unit, in, keys, is_tree, r, state, nodes, mixed);
+  float* target = states.state(unit.row.target, at, size);
+  for (int r = 0; r < unit.count; ++r)
+    memcpy(target + size_t(r) * size, state + r * stride, size_t(size) * sizeof(float));
+}
+
+template <bool delta>
+void run_states(const Recurrent& layer, const Plan& plan, const Prepared& in, const States& states, bool is_tree,
+                float* mixed) {
+  const int of_head = (layer.head_dim + kUnit - 1) / kUnit, of_row = layer.heads * of_head;
   parallel([&](int part, int parts) {
-    float* nodes = floats(kOfThread, size_t(plan.widest + 1) * kRows * in.stride);
+    float* state = floats(kOfThread, size_t(kUnit + std::max(plan.widest, 1) * kRows) * in.stride);
     const Share share(int64_t(plan.rows.size()) * of_row, part, parts);
-    for (int unit = share.first; unit < share.last; ++unit) {
-      const RowPlan& row = plan.rows[size_t(unit / of_row)];
-      const int head = unit % of_row / blocks, first = unit % blocks * kRows;
-      if (first + kRows <= layer.head_dim)
-        run_rows<kRows, delta>(layer, plan, row, in, states, head, first, nodes, mixed);
-      else
-        for (int i = first; i < layer.head_dim; ++i)
-          run_rows<1, delta>(layer, plan, row, in, states, head, i, nodes, mixed);
+    for (int i = share.first; i < share.last; ++i) {
+      const int first = i % of_head * kUnit;
+      const Unit unit{plan.rows[size_t(i / of_row)], i % of_row / of_head, first,
+                      std::min(layer.head_dim - first, kUnit)};
+      run_unit<delta>(layer, plan, unit, in, states, is_tree, state, state + kUnit * in.stride, mixed);
     }
   });
 }
@@ -307,8 +350,9 @@ void recurrent(const Recurrent& layer, const Batch& batch, const States& states,
       prepare_item(layer, plan, prepared, unit / layer.key_heads, unit % layer.key_heads);
   });
   float* mixed = floats(kNormed, size_t(tokens) * values);  // [T][H * P]
-  if (layer.delta) run_states<true>(layer, plan, prepared, states, mixed);
-  else run_states<false>(layer, plan, prepared, states, mixed);
+  const bool is_tree = batch.parents != nullptr;
+  if (layer.delta) run_states<true>(layer, plan, prepared, states, is_tree, mixed);
+  else run_states<false>(layer, plan, prepared, states, is_tree, mixed);
   for (const RowPlan& row : plan.rows) keep_inputs(layer, states, row, channels, controls);
   over_rows(batch.query_starts[batch.rows], [&](int first, int last) {
     for (int token = first; token < last; ++token)
