@@ -25,6 +25,7 @@ HEADS = Heads(4, 2, 16, 0.25, window=0, skip=0, causal=True, anchored=False, bat
 ONE = replace(HEADS, count=3, kv=1)  # five tokens in a tile
 SINKS = torch.tensor([-3.0, 0.5, 2.0, 9.0], device=DEVICE)
 DECODING = ((0, 1), (15, 1), (16, 1), (256, 1))
+FACTORS = torch.tensor([2.0, 1.0, 4.0, 64.0]).to(DEVICE).repeat(2, HEADS.size // 4)  # [G, D]
 CHAINS = ((0, 5), (126, 5), (254, 5))
 MIXED = ((0, 1), (61, 12), (257, 2))
 LONG = ((0, 1), (530, 7))  # three chunks of keys, each in a program of its own
@@ -46,6 +47,8 @@ CASES: dict[str, tuple[Heads, torch.dtype, Rows]] = {
     "hidden": (replace(HEADS, skip=8), torch.float16, MIXED),
     "long": (ONE, torch.float16, LONG),
     "decoding, int8": (replace(HEADS, count=2), torch.int8, DECODING),
+    "chains, int8, divided keys": (replace(HEADS, key_factors=FACTORS), torch.int8, CHAINS),
+    "long, int8, divided keys": (replace(ONE, key_factors=FACTORS[:1]), torch.int8, LONG),
     "chains, heads of 80, fp8": (replace(HEADS, count=2, kv=2, size=80), torch.float8_e4m3fn, CHAINS),
     "long, fp8": (ONE, torch.float8_e4m3fn, LONG),
     "long, window": (replace(ONE, window=300), torch.float32, LONG),
@@ -91,7 +94,8 @@ def carried(batch: Batch) -> Batch:
 def run(fused: bool, projected: Tensor, heads: Heads, batch: Batch, before: LayerPages) -> tuple[Tensor, ...]:
     """Outputs, keys and values after them."""
     pages = inputs.copy_pages(before, DEVICE)
-    states, batch, rope = projected.to(DEVICE), carried(batch), random_rope(heads.size)
+    states, batch = projected.to(DEVICE), carried(batch)
+    rope = replace(random_rope(heads.size), key_factors=heads.key_factors)
     if fused:
         found = paged_attention.paged_attention(states, heads, batch, pages, rope=rope)
     else:

@@ -124,7 +124,7 @@ def project_kv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages
 def attention(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> None:
     """Run `project_qkv` and `attend`, fused for short causal chains."""
     projected = _project(x, layer, batch)
-    if _fusable(layer, batch, pages):
+    if _fusable(layer, batch):
         mixed = paged_attention(projected, layer.heads, batch, pages, layer.output.compute, layer.rope)  # [T, H * D]
         _add_output(mixed, layer, batch, x)
     else:
@@ -136,12 +136,11 @@ def attend(q: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages, x:
     _add_output(mixed, layer, batch, x)
 
 
-def _fusable(layer: AttentionLayer, batch: Batch, pages: LayerPages) -> bool:
+def _fusable(layer: AttentionLayer, batch: Batch) -> bool:
     """Return whether each program can rotate all new keys that it attends to: causal chains with few tokens."""
     heads, rope = layer.heads, layer.rope
     chains = batch.parents is None and heads.causal and not heads.anchored
     bare = rope.cos is not None and rope.query_norm is None and rope.key_norm is None
-    bare = bare and (rope.key_factors is None or pages.keys.dtype is not torch.int8)
     return chains and bare and batch.positions.shape[0] <= batch.page_tables.shape[0] + SURPLUS
 
 

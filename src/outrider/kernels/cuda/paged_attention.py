@@ -144,7 +144,7 @@ def paged_attention(
     out = torch.empty(tokens, heads.count * heads.size, dtype=result, device=device)
     cos, sin = (None, None) if rope is None else (rope.cos, rope.sin)
     key_factors = heads.key_factors if dtype is torch.int8 else None
-    assert rope is None or not (key_factors is not None or cos is None or wide or batch.parents is not None)
+    assert rope is None or not (cos is None or wide or batch.parents is not None)
     parts = Chunks(out, out, batch.slots)  # placeholders, used only if chunks are split
     if split:
         parts = Chunks(
@@ -289,14 +289,14 @@ def _attend(
     at = (own * heads + head).to(tl.int64)[:, None] * size + dim[None, :]  # [tile, D]
     inside = valid[:, None] & (dim < size)[None, :]
     if new_rows > 0:
-        store_row_kv(queries, pages, tables, batch, begin, token, limit, kv_head, shape, new_rows)
+        store_row_kv(queries, pages, key_factors, tables, batch, begin, token, limit, kv_head, shape, new_rows)
         query = rotated(queries, own * (heads + 2 * kv_heads) + head, valid, cosine, sine, shape)
-        store_kv(queries, pages, new, slot, new_cosine, new_sine, kv_head, shape)
+        store_kv(queries, pages, key_factors, new, slot, new_cosine, new_sine, kv_head, shape)
         tl.debug_barrier()  # other threads of this program read the stored KV
     else:
         query = tl.load(queries + at, mask=inside, other=0.0)
-        if key_factors is not None:
-            query = query * tl.load(key_factors + kv_head * size + dim, mask=dim < size, other=0.0)[None, :]
+    if key_factors is not None:
+        query = query * tl.load(key_factors + kv_head * size + dim, mask=dim < size, other=0.0)[None, :]
     query = (query * scale).to(tl.float16 if shape.scaled else pages.k.dtype.element_ty)
     origin = tl.load(batch.positions + begin)
     chained = tl.load(batch.positions + end - 1) - origin == end - 1 - begin

@@ -269,7 +269,7 @@ def rotated(projected, line, valid, cosine, sine, shape: tl.constexpr):
 
 
 @triton.jit
-def store_kv(projected, pages, token, slot, cosine, sine, kv_head, shape: tl.constexpr):
+def store_kv(projected, pages, key_factors, token, slot, cosine, sine, kv_head, shape: tl.constexpr):
     """Store one head's rotated keys and values of tokens [n]; tokens without a slot are not read."""
     heads: tl.constexpr = shape.heads
     kv_heads: tl.constexpr = shape.kv_heads
@@ -280,6 +280,8 @@ def store_kv(projected, pages, token, slot, cosine, sine, kv_head, shape: tl.con
     inside = kept[:, None] & (dim < size)[None, :]
     line = token.to(tl.int64) * (heads + 2 * kv_heads) + heads + kv_head  # queries, then keys, then values
     key = rotated(projected, line, kept, cosine, sine, shape)
+    if key_factors is not None:
+        key = key / tl.load(key_factors + kv_head * size + dim, mask=dim < size, other=1.0)[None, :]
     value = tl.load(projected + (line + kv_heads)[:, None] * size + dim[None, :], mask=inside, other=0.0)
     row = (slot // page).to(tl.int64) * (kv_heads * page) + kv_head * page + slot % page  # [n]
     store_heads(pages.k, pages.k_scales, row, key, inside, kept, dim, size, shape.scaled)
@@ -287,11 +289,23 @@ def store_kv(projected, pages, token, slot, cosine, sine, kv_head, shape: tl.con
 
 
 @triton.jit
-def store_row_kv(projected, pages, tables, batch, begin, end, limit, kv_head, shape: tl.constexpr, step: tl.constexpr):
+def store_row_kv(
+    projected,
+    pages,
+    key_factors,
+    tables,
+    batch,
+    begin,
+    end,
+    limit,
+    kv_head,
+    shape: tl.constexpr,
+    step: tl.constexpr,
+):
     """Call `store_kv` for all tokens from `begin` to `end`, `step` at a time."""
     for each in range(loop_bound(begin), loop_bound(end), step):
         token = each + tl.arange(0, step)
         valid = token < end
         cosine, sine = load_angles(tables, batch.positions, token, valid, limit, shape)
         slot = tl.load(batch.slots + token, mask=valid, other=-1)
-        store_kv(projected, pages, token, slot, cosine, sine, kv_head, shape)
+        store_kv(projected, pages, key_factors, token, slot, cosine, sine, kv_head, shape)
