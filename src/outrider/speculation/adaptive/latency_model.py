@@ -31,8 +31,9 @@ class LatencyCurve:
             self._samples[key] = deque(predicted, MEDIAN_OF)
         samples = self._samples[key]
         samples.append(max(seconds, MIN_SECONDS))
-        self._medians[key] = sorted(samples)[(len(samples) - 1) // 2]
-        self._table = []
+        median = sorted(samples)[(len(samples) - 1) // 2]
+        if self._medians.get(key) != median:
+            self._medians[key], self._table = median, []
 
     def num_measured(self, count: int) -> int:
         """Return how many measurements of a count are kept."""
