@@ -85,6 +85,7 @@ class LatencyModel:
     def __init__(self) -> None:
         self._curves: dict[int, LatencyCurve] = {}
         self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT)  # steps without drafts: curve and seconds
+        self._settled: dict[int, int] = {}  # batch sizes whose steps without drafts were measured often enough: curve
         self.context_cost = 0.0  # what each token of the context adds to a step, in proportion to an empty context
 
     def covers(self, batch_size: int) -> bool:
@@ -97,18 +98,23 @@ class LatencyModel:
         if not self._recent:
             return 1.0
         ratios = sorted(seconds / self._curves[key].seconds(key) for key, seconds in self._recent)
-        return ratios[(len(ratios) - 1) // 2]
+        return max(ratios[(len(ratios) - 1) // 2], MIN_SECONDS)
 
     def observe(self, batch_size: int, drafted: int, seconds: float, context: float = 0.0) -> None:
         """Learn from a step. context: mean tokens before those of the step."""
-        rows, key = batch_size + drafted, _round_up(batch_size)
         seconds /= 1 + self.context_cost * context
+        if not drafted and batch_size in self._settled:  # most steps are such: do nothing else for them
+            self._recent.append((self._settled[batch_size], seconds))
+            return
+        rows, key = batch_size + drafted, _round_up(batch_size)
         if not self.covers(batch_size):
             self._curves[key] = self._nearest(key).copy(rows) if self._curves else LatencyCurve()
         if drafted or self._curves[key].num_measured(rows) < RECENT:
             self._curves[key].observe(rows, seconds / self.slowdown)
         if not drafted:  # the first ones are the unit of the slowdown, and do not change after that
-            self._recent.append((key, max(seconds, MIN_SECONDS)))
+            self._recent.append((key, seconds))
+            if self._curves[key].num_measured(rows) >= RECENT:
+                self._settled[batch_size] = key
 
     def seconds(self, batch_size: int, drafted: int) -> float:
         return self.table(batch_size, drafted)[-1]
