@@ -85,7 +85,7 @@ class LatencyModel:
     def __init__(self) -> None:
         self._curves: dict[int, LatencyCurve] = {}
         self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT)  # steps without drafts: curve and seconds
-        self._settled: dict[int, int] = {}  # batch sizes whose steps without drafts were measured often enough: curve
+        self._measured: dict[int, int] = {}  # batch sizes whose steps without drafts were measured often enough: curve
         self.context_cost = 0.0  # what each token of the context adds to a step, in proportion to an empty context
 
     def covers(self, batch_size: int) -> bool:
@@ -103,8 +103,8 @@ class LatencyModel:
     def observe(self, batch_size: int, drafted: int, seconds: float, context: float = 0.0) -> None:
         """Learn from a step. context: mean tokens before those of the step."""
         seconds /= 1 + self.context_cost * context
-        if not drafted and batch_size in self._settled:  # most steps are such: do nothing else for them
-            self._recent.append((self._settled[batch_size], seconds))
+        if not drafted and batch_size in self._measured:  # most steps are such: do nothing else for them
+            self._recent.append((self._measured[batch_size], seconds))
             return
         rows, key = batch_size + drafted, _round_up(batch_size)
         if not self.covers(batch_size):
@@ -114,7 +114,7 @@ class LatencyModel:
         if not drafted:  # the first ones are the unit of the slowdown, and do not change after that
             self._recent.append((key, seconds))
             if self._curves[key].num_measured(rows) >= RECENT:
-                self._settled[batch_size] = key
+                self._measured[batch_size] = key
 
     def seconds(self, batch_size: int, drafted: int) -> float:
         return self.table(batch_size, drafted)[-1]
