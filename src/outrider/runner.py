@@ -319,6 +319,8 @@ class Runner:
         request.pages = list(range(-(-(context + 1) // self.page_size)))
         seconds: dict[int, list[float]] = {0: [], context: []}
         for _, start in product(range(4), seconds):
+            for layer in self.pages.state_layers:
+                layer.lengths[request.state_slot] = start  # as if the states had read the context
             started = time.perf_counter()
             if not self._run_target([Row(request, start, [0], sample=True)], ()).recorded:
                 seconds[start].append(time.perf_counter() - started)
