@@ -13,7 +13,7 @@ bin := $(VENV)/bin
 torch := $(shell grep '^torch==' constraints.txt)
 build_tools := "scikit-build-core>=0.10" "nanobind>=2.4" "cmake>=3.20" ninja
 native := CMakeLists.txt pyproject.toml $(wildcard csrc/*.cpp csrc/*.h)
-pip := $(bin)/pip install -qq --disable-pip-version-check
+pip := $(bin)/pip install -qq --disable-pip-version-check -c constraints.txt
 install := $(pip) --no-build-isolation $(torch)
 sources := src tests tools examples
 # Unit tests that `make test-fast` leaves out: each file takes more than a few seconds.
@@ -80,7 +80,7 @@ test-endurance: $(VENV)/.developer
 	OUTRIDER_ENDURANCE=1 $(bin)/python -m pytest -q -s tests/endurance
 
 test-scale: $(VENV)/.developer
-	$(install) -c constraints.txt -e ".[scale]"
+	$(install) -e ".[scale]"
 	RAY_USAGE_STATS_ENABLED=0 $(bin)/python -m pytest -q -s -m slow tests/slow/test_scale.py
 
 # Quantized matmuls, layers and attention at level i8mm in an emulator (about 6 minutes, half of them imports): the emulated
@@ -149,7 +149,7 @@ clean:
 $(VENV)/.torch: constraints.txt
 	@echo "Making $(VENV) with $(torch) and the build tools ..."
 	$(PYTHON) -m venv $(VENV)
-	$(pip) -c constraints.txt $(torch) $(build_tools)
+	$(pip) $(torch) $(build_tools)
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch $(native)
@@ -159,5 +159,5 @@ $(VENV)/.installed: $(VENV)/.torch $(native)
 
 $(VENV)/.developer: $(VENV)/.torch $(native)
 	@echo "Building the kernels, installing the dependencies of the tests ..."
-	$(install) -c constraints.txt -C cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR=ON -e ".[dev]"
+	$(install) -C cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR=ON -e ".[dev]"
 	@touch $(VENV)/.installed $@

@@ -72,8 +72,8 @@ class StateShape:
     def memory(self) -> str:
         """Describe the memory of all slots."""
         return (
-            f"{self.slot_bytes / 1e6:.1f} MB each, {self.bytes / 1e9:.2f} GB for {self.requests} of requests and "
-            f"{self.snapshots} snapshots of the prefix cache"
+            f"{self.requests} slots for requests and {self.snapshots} for snapshots of the prefix cache, "
+            f"{self.slot_bytes / 1e6:.1f} MB each, {self.bytes / 1e9:.2f} GB in all"
         )
 
     def allocate(self, device: Device) -> LayerStates:

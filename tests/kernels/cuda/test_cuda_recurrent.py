@@ -13,13 +13,14 @@ from outrider.kernels.cases import Case, difference, inputs
 from outrider.kernels.cases.recurrent import RECURRENT_CASES, Sizes, copy_states, random_states, recurrent, weights
 from outrider.kernels.cuda.device import DEVICE
 
-# The interpreter takes as long for a head of any size, so there is one, and few rows.
+# The interpreter takes as long for a head of any size, so there are few heads and rows. Mamba-2 norms
+# the heads of each key head.
 SMALL = Sizes(heads=1, key_heads=1, head_dim=32, state_dim=12)
 FEW = ((0, 0, 5), (31, 34, 0), (3, 5, 1))
 CASES = [
     recurrent("delta rule", True, "q8_0", SMALL, lengths=FEW),
     recurrent("delta rule, trees", True, sizes=SMALL, trees=True, lengths=FEW),
-    recurrent("Mamba-2", False, "bf16", replace(SMALL, heads=2), lengths=FEW[1:]),
+    recurrent("Mamba-2", False, "bf16", replace(SMALL, heads=4, key_heads=2), lengths=FEW[1:]),
     *[case for case in RECURRENT_CASES if case.op == "copy_inputs"],
 ]
 
