@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import gguf
 import numpy as np
 
 import tiny
 import tiny_gguf_hybrids
+from outrider.weights.random import byte_tokens
 
 # Architecture in GGUF of each model of tiny.CASES whose file llama.cpp would write.
 ARCHITECTURES = {
@@ -39,28 +40,39 @@ INTERLEAVED = ("llama", "smollm3", "granite", "granitehybrid")  # rotary pairs a
 
 
 def write(
-    name: str, path: Path, experts: str = "F32", dequantized: bool = False, parts: tuple[str, ...] = ("_exps",)
+    name: str,
+    path: Path,
+    experts: str = "F32",
+    dequantized: bool = False,
+    parts: tuple[str, ...] = ("_exps",),
+    module: Literal["none", "inside", "alone"] = "none",
 ) -> Path:
     """Write a model of tiny.CASES as a GGUF file of 32-bit floats.
 
     experts: the format of their matrices; dequantized: as floats, after rounding to that format. parts: ends of
-    the names of matrices that have it.
+    the names of matrices that have it. module: the MTP module of a hybrid model is in the file too, or takes the
+    place of the layers.
     """
     kind = ARCHITECTURES[name]
     config = json.loads(tiny.original(name).config.to_json_string())
     writer = gguf.GGUFWriter(path, kind)
-    describe(writer, kind, config)
+    blocks = config["num_hidden_layers"] + (module != "none")
+    describe(writer, kind, config | {"num_hidden_layers": blocks})
+    if module != "none":
+        writer.add_nextn_predict_layers(1)
+    add_tokens(writer)
     architecture = next(each for each, text in gguf.MODEL_ARCH_NAMES.items() if text == kind)
-    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
-    dense = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config["num_hidden_layers"])
-    for full, data in tensors(name):
+    names = gguf.get_tensor_name_map(architecture, blocks)
+    # llama.cpp has no dense layers in `qwen2moe`, and this version of `gguf` no modules in Qwen's architectures.
+    others = [gguf.get_tensor_name_map(each, blocks) for each in (gguf.MODEL_ARCH.QWEN2, gguf.MODEL_ARCH.GLM4_MOE)]
+    for full, data in tensors(name, module):
         stem, _, leaf = full.rpartition(".")
         if kind.startswith("gemma") and full.endswith("norm.weight"):
             data = data + 1
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(stem.rpartition(".")[2])
         if heads and kind in INTERLEAVED:
             data = interleave(data, config[heads])
-        found = names.get_name(stem) or dense.get_name(stem)  # llama.cpp has no dense layers in `qwen2moe`
+        found = next((text for each in (names, *others) if (text := each.get_name(stem))), None)
         if full.endswith(tiny_gguf_hybrids.NAKED):
             writer.add_tensor(names.get_name(full), data)
             continue
@@ -83,30 +95,45 @@ def finish(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
-def tensors(name: str) -> Iterator[tuple[str, np.ndarray]]:
+def add_tokens(writer: gguf.GGUFWriter) -> None:
+    """Add a vocabulary of bytes."""
+    for key, value in byte_tokens("", tiny.VOCABULARY).items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif key.startswith("tokenizer."):
+            writer.add_string(key, value)
+
+
+def tensors(name: str, module: str = "none") -> Iterator[tuple[str, np.ndarray]]:
     """Yield the tensors of a model as the converters have them: gate and up of experts apart, [experts, N, K]."""
     interleaved = name == "gpt-oss"  # rows of gate and up; its matrices are transposed
-    for full, data in renamed(name):
-        module, _, leaf = full.rpartition(".experts.")
+    for full, data in renamed(name, module):
+        parent, _, leaf = full.rpartition(".experts.")
         if leaf.startswith("gate_up_proj"):
             suffix = "bias" if leaf.endswith("_bias") else "weight"
             data = data.swapaxes(1, 2) if interleaved and suffix == "weight" else data
             halves = (data[:, ::2], data[:, 1::2]) if interleaved else np.split(data, 2, 1)
             for part, rows in zip(("gate", "up"), halves, strict=True):
-                yield f"{module}.experts.{part}_proj.{suffix}", np.ascontiguousarray(rows)
+                yield f"{parent}.experts.{part}_proj.{suffix}", np.ascontiguousarray(rows)
         elif leaf == "down_proj":
             yield f"{full}.weight", np.ascontiguousarray(data.swapaxes(1, 2)) if interleaved else data
         elif leaf == "down_proj_bias":
-            yield f"{module}.experts.down_proj.bias", data
+            yield f"{parent}.experts.down_proj.bias", data
         elif full.endswith("sinks"):
             yield f"{full}.weight", data
         else:
             yield full, data.reshape(-1) if full.endswith("shared_expert_gate.weight") else data
 
 
-def renamed(name: str) -> Iterator[tuple[str, np.ndarray]]:
+def renamed(name: str, module: str) -> Iterator[tuple[str, np.ndarray]]:
     config = json.loads(tiny.original(name).config.to_json_string())
+    if module != "none":
+        yield from tiny_gguf_hybrids.module(name, ARCHITECTURES[name], config)
     for full, tensor in tiny.checkpoint(name).tensors.items():
+        if module == "alone" and ".layers." in full:
+            continue
         if ARCHITECTURES[name] in HYBRIDS:
             yield from tiny_gguf_hybrids.convert(full, tensor.numpy(), ARCHITECTURES[name], config)
         else:

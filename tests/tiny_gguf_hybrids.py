@@ -8,12 +8,20 @@ from typing import Any
 import gguf
 import numpy as np
 
+import tiny_hybrids
+
 ARCHITECTURES = {
     "qwen3-next-moe": "qwen3next",
     "qwen3.5": "qwen35",
     "qwen3.5-moe": "qwen35moe",
     "granite4": "granitehybrid",
     "granite4-moe": "granitehybrid",
+}
+MODULE_PARTS = {  # of an MTP module, outside of its layer
+    "fc": "eh_proj",
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "norm": "shared_head.norm",
 }
 NAKED = (".A_log", ".D")  # tensors without a suffix in files
 
@@ -83,6 +91,19 @@ def convert(full: str, data: np.ndarray, kind: str, config: dict[str, Any]) -> I
         if name.endswith("conv1d.weight"):
             tensor = tensor.squeeze(1)
         yield name.replace(".dt_bias", ".dt_proj.bias"), np.ascontiguousarray(tensor)
+
+
+def module(name: str, kind: str, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the tensors of the MTP module of a model: a layer after the last, with parts of its own."""
+    prefix = f"model.layers.{config['num_hidden_layers']}."
+    for full, tensor in tiny_hybrids.tensors(name, merged=True).items():
+        part = full.removeprefix("mtp.")
+        if part.startswith("layers.0."):
+            part = part.removeprefix("layers.0.")
+        else:
+            stem, _, leaf = part.rpartition(".")
+            part = f"{MODULE_PARTS[stem]}.{leaf}"
+        yield from convert(prefix + part, tensor.numpy(), kind, config)
 
 
 def describe(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any]) -> None:

@@ -42,7 +42,7 @@ MODELS = """
 - **tiny models**: the names in `tests/tiny.py` of the models that are compared.
 - GGUF files of Mistral and Mixtral have the architecture `llama`. GGUF has no MiMo.
 - Models with recurrent layers (Qwen3-Next, Qwen3.5, Granite 4) run without adapters, cannot be draft models, and no
-  heads can be trained for them; `mtp` reads the modules in safetensors checkpoints of Qwen, not in GGUF files. Of
+  heads can be trained for them; `mtp` reads the modules in checkpoints of Qwen, safetensors or GGUF. Of
   Qwen3.5 the text model runs.
 - Other architectures are refused by name. `outrider doctor --model PATH` describes any checkpoint, says whether it
   runs, and how much memory it takes. [Add a model](../add-a-model.md) shows what a further one needs.

@@ -49,6 +49,7 @@ def test_any_part_or_the_folder_opens_the_whole_model(tmp_path: Path) -> None:
 def test_a_folder_with_one_gguf_file_is_a_model(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(gguf(metadata(), [floats("token_embd.weight", VOCABULARY, WIDTH)]))
     (tmp_path / "mmproj-m.gguf").write_bytes(b"for images")
+    (tmp_path / "mtp-m.gguf").write_bytes(b"a module for drafts")
     assert open_checkpoint(tmp_path).path == tmp_path / "m.gguf"
     (tmp_path / "n.gguf").write_bytes(b"another")
     with pytest.raises(UserError, match=r"has no `config.json`: pass the file `.*m\.gguf`"):

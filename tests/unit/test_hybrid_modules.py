@@ -21,14 +21,15 @@ from outrider.speculation import find
 from outrider.speculation.checkpoints import describe, open_head
 from refusals import refusal
 from unit.checkpoint_changes import change_both
+from unit.test_gguf_hybrids import edited
 
 WIDTH = 3
 
 
-def drafted(stage: Stage, length: int = 11) -> tuple[list[int], list[int], Tensor]:
+def drafted(stage: Stage, length: int = 11, model: str = "") -> tuple[list[int], list[int], Tensor]:
     """Return a text, the tokens that are drafted after it, and their logits [width, V]."""
     method = find("mtp")
-    stage.begin(method.build(method.Options(width=WIDTH), stage.target))
+    stage.begin(method.build(method.Options(width=WIDTH, model=model), stage.target))
     seen: list[Tensor] = []
     network = stage.proposer.network
     said = network.logits
@@ -86,13 +87,59 @@ def test_checkpoints_without_modules_are_refused_by_name(tmp_path: Path) -> None
         LLM(str(bare), backend="cpu", speculate="mtp")
 
 
-def test_a_gguf_model_takes_the_modules_of_a_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("module", ["inside", "alone"])
+@pytest.mark.parametrize("target", ["qwen3-next-moe", "qwen3.5", "qwen3.5-moe"])
+def test_modules_in_gguf_files_equal_transformers(target: str, module: str, backend: str, tmp_path: Path) -> None:
+    """A module is in the file of the model, or in one of its own, which is named."""
+    file = str(tiny_gguf.write(target, tmp_path / "m.gguf", module=module))
+    source, model = (file, "") if module == "inside" else ("elsewhere", file)
+    text, tokens, logits = drafted(Stage(load(backend), target, source=source), model=model)
+    expected, wanted = tiny_hybrids.module(target).draft(text, WIDTH)
+    assert error(logits, wanted) < 2e-5
+    assert tokens == expected
+
+
+def test_quantized_modules_in_gguf_files_stay_quantized(tmp_path: Path) -> None:
+    parts = ("eh_proj", "attn_q", "attn_output", "_exps", "down_shexp")
+    stages = []
+    for plain in (False, True):
+        file = tiny_gguf.write(
+            "qwen3.5-moe", tmp_path / f"{plain}.gguf", "Q8_0", dequantized=plain, parts=parts, module="inside"
+        )
+        stages.append(drafted(Stage(load("cpu"), "qwen3.5-moe", source=str(file))))
+        weights = dict(describe(open_head(str(file))))["weights"]
+        assert ("q8_0" in weights) != plain, weights
+    (_, tokens, logits), (_, expected, wanted) = stages
+    assert tokens == expected and error(logits, wanted) < 2e-2  # activations are rounded
+
+
+def test_a_gguf_file_without_modules_takes_those_of_another_source(tmp_path: Path) -> None:
     method = find("mtp")
     stage = Stage(load("reference"), "qwen3.5", source=str(tiny_gguf.write("qwen3.5", tmp_path / "model.gguf")))
     reason = refusal(lambda: method.build(method.Options(), stage.target))
-    assert "are not read from GGUF files" in reason and "pass a folder as `model`" in reason
+    assert "model.gguf` has no modules of multi-token prediction" in reason
+    assert "GGUF files often leave them out" in reason
     folder = tiny_hybrids.inside("qwen3.5", tmp_path / "folder")
     assert method.build(method.Options(model=str(folder), width=2), stage.target).needs.width == 2
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        ("nextn.hnorm", "`model.state_norm.weight`"),
+        ("attn_k_norm", "`model.layers.0.self_attn.k_norm.weight`"),
+        ("attn_q", "lack a block"),
+    ],
+)
+def test_missing_tensors_of_modules_in_gguf_files_are_named(part: str, reason: str, tmp_path: Path) -> None:
+    file = edited("qwen3.5", tmp_path / "m.gguf", lambda tensors, _: tensors.pop(f"blk.3.{part}.weight"), "inside")
+    assert reason in refusal(lambda: drafted(Stage(load("reference"), "qwen3.5", source=str(file))))
+
+
+def test_a_gguf_file_without_modules_is_no_head(tmp_path: Path) -> None:
+    file = tiny_gguf.write("qwen3.5", tmp_path / "m.gguf")
+    assert "has no modules of multi-token prediction" in refusal(lambda: open_head(str(file)))
 
 
 @pytest.mark.parametrize(

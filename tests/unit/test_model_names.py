@@ -148,6 +148,7 @@ FILES = [
     "X-UD-Q6_K.gguf",
     "X-IQ4_XS.gguf",
     "mmproj-X-F16.gguf",
+    "mtp-X-Q4_K_M.gguf",
     "X.imatrix.gguf",
     "../../evil-Q5_0.gguf",
     "/etc/evil-Q5_1.gguf",

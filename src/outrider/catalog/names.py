@@ -30,6 +30,7 @@ HUB_URL = re.compile(
 RANDOM = "random/"  # names that begin with it are models with random weights, not of the hub
 FILE_SUFFIXES = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth")
 SAFE_FILE = re.compile(rf"{PART}(?:/{PART})*\.gguf", re.ASCII | re.IGNORECASE)
+ASIDE = ("mmproj", "mtp-")  # beginnings of the names of files beside a model: for images, for drafts
 UNSAFE = re.compile(r"[^\w.+-]", re.ASCII)
 URL_CHARACTERS = "%/:=&?~+!$,;'@()*[]"  # that are left as they are
 MAX_FILE_NAME = 120  # characters of a part of a name; file systems allow 255 bytes
@@ -200,7 +201,7 @@ def _whole_name(file: str) -> str:
 
 def _is_model(file: str) -> bool:
     base = PurePosixPath(file).name.lower()
-    return bool(SAFE_FILE.fullmatch(file)) and not base.startswith("mmproj") and "imatrix" not in base
+    return bool(SAFE_FILE.fullmatch(file)) and not base.startswith(ASIDE) and "imatrix" not in base
 
 
 def _matches(models: list[str], tag: str) -> list[str]:

@@ -14,7 +14,7 @@ from ..errors import UserError
 from ..kernels.quantization import FORMATS
 from .checkpoint import Checkpoint, Stored, listed_ids, view
 from .gguf_header import GgufHeader, TensorInfo
-from .gguf_hybrids import HYBRIDS, hybrid_keys, hybrid_name, is_module, kv_head_count, restore
+from .gguf_hybrids import HYBRIDS, hybrid_keys, hybrid_name, kv_head_count, module_name, restore
 from .gguf_parts import GgufParts
 
 NAMES = {
@@ -110,6 +110,7 @@ GRANITE_KEYS = {
 YARN_KEYS = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow"}
 LONG_ROPE = {"rope_factors_short.weight": "short_factor", "rope_factors_long.weight": "long_factor"}
 OUTRIDER_PREFIX = "outrider."  # metadata keys with this prefix are keys of config.json
+MODEL_OF_MODULES = 1024  # most layers of a model whose file may have MTP modules alone; no published one has more
 SMOLLM3_PATTERN = 4  # every fourth layer has no rotary embedding
 
 
@@ -120,8 +121,6 @@ def open_gguf(path: Path) -> Checkpoint:
     config = translate(fields)
     tensors: dict[str, Stored] = {}
     for tensor, mapped in parts.tensors:
-        if fields.modules and is_module(tensor.name, fields.layers()):
-            continue
         stored = Stored(
             tensor.kind,
             tensor.shape,
@@ -130,9 +129,10 @@ def open_gguf(path: Path) -> Checkpoint:
         )
         name = hybrid_name(tensor.name, fields.name) if fields.name in HYBRIDS else None
         if name is None:
-            tensors[hugging_face_name(tensor.name, fields.architecture.names)] = stored
+            name = hugging_face_name(tensor.name, fields.architecture.names)
         else:
-            tensors[name] = restore(name, stored, fields.name, config)
+            stored = restore(name, stored, fields.name, config)
+        tensors[module_name(tensor.name, name, fields.layers()) if fields.modules else name] = stored
     if LONG_ROPE.keys() <= tensors.keys():
         config["rope_scaling"] = long_rope(fields, {LONG_ROPE[name]: tensors.pop(name) for name in LONG_ROPE})
     tokenizer = {key: value for key, value in header.metadata.items() if key.startswith("tokenizer.")}
@@ -224,12 +224,12 @@ class GgufFields:
 
     @property
     def modules(self) -> int:
-        """Return the number of MTP modules, which are counted as layers and not read."""
+        """Return the number of MTP modules, which `block_count` counts as layers."""
         return self.count("nextn_predict_layers") if self.get("nextn_predict_layers") else 0
 
     def layers(self) -> int:
         layers = self.count("block_count") - self.modules
-        if layers > len(self.tensors):
+        if layers > (MODEL_OF_MODULES if self.modules else len(self.tensors)):
             raise UserError(f"`{self.path}` claims {layers} layers, but has only {len(self.tensors)} tensors")
         return layers
 
@@ -316,7 +316,8 @@ def experts(fields: GgufFields) -> dict[str, Any]:
         raise UserError(
             f"`{fields.path}` is a `{fields.name}` with experts: pick one of {', '.join(NORMALIZED_SCORES)}"
         )
-    first = next((layer for layer in range(fields.layers()) if fields.expert_tensor(layer, "gate_exps")), 0)
+    blocks = range(fields.layers() + fields.modules)
+    first = next((block for block in blocks if fields.expert_tensor(block, "gate_exps")), 0)
     config: dict[str, Any] = {
         "num_experts": fields.count("expert_count"),
         "num_experts_per_tok": fields.count("expert_used_count"),

@@ -50,6 +50,14 @@ MAMBA_NAMES = {
     "ffn_up_shexp.weight": "shared_mlp.up_proj.weight",
     "ffn_down_shexp.weight": "shared_mlp.output_linear.weight",
 }
+# Parts of an MTP module outside of its layer: the names of llama.cpp, and those of Qwen.
+MODULE_PARTS = {
+    "nextn.eh_proj": "fc",
+    "nextn.enorm": "pre_fc_norm_embedding",
+    "nextn.hnorm": "pre_fc_norm_hidden",
+    "nextn.shared_head_norm": "norm",
+    "nextn.embed_tokens": "embed_tokens",
+}
 LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 FLAT = ("A", "D", "norm.weight")  # vectors that may be matrices in files
 DEFAULT_INTERVAL = 4  # layers from one with attention to the next
@@ -62,10 +70,21 @@ def hybrid_name(name: str, architecture: str) -> str | None:
     return f"model.layers.{match[1]}.{names[match[2]]}" if match and match[2] in names else None
 
 
-def is_module(name: str, layers: int) -> bool:
-    """Return whether a tensor belongs to an MTP module: these follow the layers of the model."""
+def module_name(name: str, translated: str, layers: int) -> str:
+    """Return the name of a tensor, as Qwen has it if it belongs to an MTP module. Modules follow the layers.
+
+    translated: its name as a tensor of the model. All modules share the parts outside of their layers, which are with
+    the first.
+    """
     match = LAYER.fullmatch(name)
-    return match is not None and int(match[1]) >= layers
+    if match is None or int(match[1]) < layers:
+        return translated
+    module = int(match[1]) - layers
+    part, _, leaf = match[2].rpartition(".")
+    if part in MODULE_PARTS and module == 0:
+        return f"mtp.{MODULE_PARTS[part]}.{leaf}"
+    prefix = f"model.layers.{match[1]}."
+    return f"mtp.layers.{module}.{translated.removeprefix(prefix)}"
 
 
 def hybrid_keys(fields: GgufFields, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import mmap
 from pathlib import Path
 
-from ..catalog.names import split_parts
+from ..catalog.names import ASIDE, split_parts
 from ..errors import UserError
 from .checkpoint import map_file
 from .gguf_header import GgufHeader, TensorInfo, read_header
@@ -65,6 +65,6 @@ class GgufParts:
 
 def single_model(folder: Path) -> Path | None:
     """Return the GGUF file of a folder, its first part if it is split; None unless the folder holds one model."""
-    files = sorted(file for file in folder.glob("*.gguf") if not file.name.startswith((".", "mmproj")))
+    files = sorted(file for file in folder.glob("*.gguf") if not file.name.startswith((".", *ASIDE)))
     firsts = {Path(split_parts(str(file))[0]) for file in files}
     return firsts.pop() if len(firsts) == 1 else None

@@ -23,7 +23,9 @@ from ...models.fields import ConfigFields
 from ...models.layers import MTP_MODULE
 from ...weights import locate
 from ...weights.checkpoint import read_json
+from ...weights.gguf_parts import single_model
 from ...weights.hf_folder import normalize, read_index, single_file
+from ...weights.loader import open_path
 from ...weights.quantized import QuantizedMatrix, join, read_settings
 from ...weights.random import HOST, is_random, open_random_head
 
@@ -50,19 +52,21 @@ PACKED_FORMATS = ("q8_0", "q5_1")  # suffixes of matrices that are stored in qua
 
 @dataclass(frozen=True)
 class Packed:
-    """A matrix that is stored in quantized blocks, as bytes: `NAME.q8_0` or `NAME.q5_1`.
+    """A matrix that is stored in quantized blocks, as bytes: `NAME.q8_0` or `NAME.q5_1`, or one of a GGUF file.
 
     It has the shape of the matrix and can be indexed by rows, as a tensor can, until a backend takes it.
     """
 
     kind: str
     data: Tensor  # [N, bytes per row] uint8
+    experts: int = 0  # whose matrices follow each other; 0: a single matrix
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Return the shape of the matrix (N, K)."""
-        block = FORMATS[self.kind]
-        return self.data.shape[0], self.data.shape[1] // block.bytes * block.elements
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the matrix (N, K), or of those of all experts (X, N / X, K)."""
+        block, rows = FORMATS[self.kind], self.data.shape[0]
+        columns = self.data.shape[1] // block.bytes * block.elements
+        return (self.experts, rows // self.experts, columns) if self.experts else (rows, columns)
 
     @property
     def nbytes(self) -> int:
@@ -151,6 +155,7 @@ class Folder:
     tensors: dict[str, Held]
     ignored: tuple[str, ...] = ()  # tensors that are not used
     modules: Modules | None = None  # of multi-token prediction: then `tensors` holds only theirs
+    is_gguf: bool = False  # norms are stored as they are, also those of models whose folders have them minus 1
 
     def stated(self, name: str) -> Any:
         """Return the value of a key, at the top or in `eagle_config`, else None."""
@@ -177,7 +182,13 @@ def open_source(source: str, device: torch.device = HOST) -> Folder:
     if is_random(source):
         config, made = open_random_head(source, device)
         return Folder(Path(source), config, {**made})
-    return open_folder(find_folder(source))
+    path = locate(source, kind="draft head")
+    return open_gguf_modules(path) if is_gguf(path) else open_folder(find_folder(source))
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a path is a GGUF file, or the folder of one."""
+    return path.is_file() or (not (path / "config.json").is_file() and single_model(path) is not None)
 
 
 def find_folder(source: str) -> Path:
@@ -200,10 +211,32 @@ def open_folder(path: Path) -> Folder:
 
 
 def has_modules(path: Path) -> bool:
-    """Return whether the checkpoint of a model contains MTP modules. GGUF files are read without theirs."""
+    """Return whether the checkpoint of a model contains MTP modules."""
+    if is_gguf(path):
+        return any(MTP_MODULE.match(name) for name in open_path(path).names())
     if not path.is_dir() or not list(path.glob("*.safetensors")):
         return False
     return any(MTP_MODULE.match(name) for file in _files(path) for name in _names(path / file))
+
+
+def open_gguf_modules(path: Path) -> Folder:
+    """Read the MTP modules of a GGUF file, which has the model too, or only its embedding and head."""
+    checkpoint = open_path(path)
+    held = {name: _held(stored.load()) for name, stored in checkpoint.tensors.items() if name.startswith("mtp.")}
+    if not held:
+        raise UserError(
+            f"`{path}` has no modules of multi-token prediction, the only draft heads that GGUF files hold: "
+            "pass a folder with `config.json` and weights"
+        )
+    tensors, modules = _find_modules({f"model.{name}": tensor for name, tensor in held.items()})
+    if modules is None:
+        raise UserError(f"the modules of `{path}` lack a block or the matrix before it: fetch them again")
+    return Folder(path, checkpoint.config, {name: _loaded(each) for name, each in tensors.items()}, (), modules, True)
+
+
+def _held(weight: Weight) -> Held:
+    experts = weight.shape[0] if len(weight.shape) == 3 else 0
+    return Packed(weight.kind, weight.data, experts) if FORMATS[weight.kind].quantized else weight.data
 
 
 def arrange(path: Path, config: dict[str, Any], found: dict[str, Tensor]) -> Folder:
@@ -250,8 +283,7 @@ def _joined(path: Path, config: dict[str, Any], found: dict[str, Tensor]) -> dic
 def _loaded(tensor: Held | QuantizedMatrix) -> Held:
     if not isinstance(tensor, QuantizedMatrix):
         return tensor
-    weight = tensor.load(reorder=False)
-    return Packed(weight.kind, weight.data) if FORMATS[weight.kind].quantized else weight.data
+    return _held(tensor.load(reorder=False))
 
 
 def _read_mask(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -305,7 +305,7 @@ def read_mtp(folder: Folder) -> ModuleShape | None:
         state_first=MODULE_VARIANTS[naming].state_first,
         blank_first=MODULE_VARIANTS[naming].blank_first,
         modules=layers.layers,
-        offset_norms=OFFSET_NORMS.match(str(folder.config.get("model_type"))) is not None,
+        offset_norms=not folder.is_gguf and OFFSET_NORMS.match(str(folder.config.get("model_type"))) is not None,
         target_layers=folder.modules.first if naming == "DeepSeek" else None,
     )
 

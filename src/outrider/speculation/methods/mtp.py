@@ -18,7 +18,7 @@ from ..interface import Target, TreeOptions
 @dataclass(frozen=True)
 class Options(TreeOptions):
     width: int = 0  # tokens that it drafts at most; 0: one for each module; 4 if there is a single module
-    model: str = ""  # the modules: a folder, or a name on the hub; default: the model's own, else what ships for it
+    model: str = ""  # the modules: a folder, GGUF file or hub name; default: the model's own, else what ships for it
     quantize: Literal["int8", "int4", "fp8"] | None = None  # format of their float weights; default: the target's
 
 
@@ -48,9 +48,11 @@ def build_module(head: Head, index: int, target: Target, quantize: str | None) -
 
 
 def lacking(source: str, path: Path | None) -> str:
-    if path is not None and path.is_file():
-        return f"modules of multi-token prediction are not read from GGUF files (`{source}`): pass a folder as `model`"
-    return f"`{source}` has no modules of multi-token prediction: pass their folder as `model`, or use another method"
+    why = " (GGUF files often leave them out)" if path is not None and path.is_file() else ""
+    return (
+        f"`{source}` has no modules of multi-token prediction{why}: pass their folder or GGUF file as `model`, or use "
+        "another method"
+    )
 
 
 def check(head: Head, options: Options, target: Target) -> None:
