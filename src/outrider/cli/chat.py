@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, get_type_hints
 from ..errors import UserError
 from ..types import Output, SamplingParams
 from . import console, options
+from .answers import AnswerText, content, shown, with_channels
 from .conversation import SUMMARY_TOKENS, Conversation, answer_figures, message_count
 from .options import DRAFT, ENGINE, DraftFlags, EngineFlags, SamplingFlags, unfold
 from .prompts import Prompt
@@ -53,7 +54,6 @@ def chat(
     json: options.Json = False,
 ) -> None:
     """Chat with a model. /help lists the commands, /exit or Ctrl-D ends the chat, Ctrl-C stops an answer."""
-    params = SamplingParams(**vars(sampling))
     adapter = options.adapter_fields(lora)
     llm = options.open_model(model, max_context=max_context, **vars(engine), **draft.fields(), **adapter)
     if llm.tokenizer.chat_template is None:
@@ -64,6 +64,7 @@ def chat(
         console.note(draft.drafting(llm))
     if sys.stdin.isatty() and not json:
         console.note("/help lists the commands")
+    params = with_channels(SamplingParams(**vars(sampling)), llm)
     session = ChatSession(llm, Conversation(system), params, json, lora)
     session.run()
     console.note(session.conversation.summary())
@@ -114,11 +115,11 @@ class ChatSession:
             conversation.withdraw()
             raise
         if self.json:
-            console.json_line(output_json(Prompt(messages=asked), output))
+            console.json_line(output_json(Prompt(messages=asked), shown(output, self.params)))
         else:
             console.aside(answer_figures(output, self.context))
             self.explain(output)
-        conversation.add(output)
+        conversation.add(output, content(output, self.params))
 
     def explain(self, output: Output) -> None:
         """Say why drafts are suspended, once until they are made again."""
@@ -145,17 +146,17 @@ class ChatSession:
 
     def generate(self, messages: list[dict[str, Any]], params: SamplingParams, quiet: bool) -> Output:
         """Stream one answer. Ctrl-C ends the answer, not the conversation."""
-        shown = ""
+        answer = AnswerText(params)
         wrap = WordWrap(console.text) if sys.stdout.isatty() else None
+        write = wrap.add if wrap else console.text
         with Interruption() as interruption:
             for output in self.llm.stream(self.llm.chat_prompt(messages), params, lora_request=self.lora):
-                text = output.completions[0].text
                 if not quiet:
-                    (wrap.add if wrap else console.text)(text[len(shown) :])
-                shown = text
+                    write(answer.push(output.completions[0].text))
                 if interruption.requested:
                     break
         if not quiet:
+            write(answer.push(output.completions[0].text, final=True))
             wrap.close() if wrap else console.text("\n")
         return output
 
@@ -214,7 +215,7 @@ class ChatSession:
         )
         output = self.generate(messages, replace(self.params, max_tokens=SUMMARY_TOKENS), quiet=self.json)
         check_errors([output])
-        self.conversation.replace(output.completions[0].text.strip())
+        self.conversation.replace(content(output, self.params).strip())
         size = self.count(self.conversation.messages)
         console.note(f"replaced the conversation by this summary; it has {size} of {self.context} tokens")
 

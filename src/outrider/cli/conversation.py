@@ -48,10 +48,10 @@ class Conversation:
         content: str = self.history.pop()["content"]
         return content
 
-    def add(self, output: Output) -> None:
-        """Append an answer, and count it."""
+    def add(self, output: Output, content: str) -> None:
+        """Append the content of an answer, and count its tokens."""
         completion = output.completions[0]
-        self.history.append({"role": "assistant", "content": completion.text})
+        self.history.append({"role": "assistant", "content": content})
         self.refused = None
         self.answers += 1
         self.tokens += len(completion.token_ids)

@@ -11,6 +11,7 @@ import typer
 from ..errors import UserError
 from ..types import Output, SamplingParams, SpecStats
 from . import console, options
+from .answers import AnswerText, shown, with_channels
 from .options import DRAFT, ENGINE, DraftFlags, EngineFlags, SamplingFlags, unfold
 from .prompts import Prompt, collect, read_prediction
 from .results import check_errors, output_json, speculation_summary, suspension_note
@@ -76,6 +77,7 @@ def generate(
     inputs = read_inputs(llm, prompts, raw, system, file is not None if keep_going is None else keep_going)
     if draft.is_auto and not json:
         console.note(draft.drafting(llm))
+    params = params if raw else with_channels(params, llm)
     all_params = [replace(params, prediction=one) for one in predictions]
     if json:
         print_json(llm, prompts, inputs, all_params, lora)
@@ -107,13 +109,13 @@ def read_inputs(llm: LLM, prompts: list[Prompt], raw: bool, system: str | None, 
 
 
 def answer(llm: LLM, inputs: list[Input], params: list[SamplingParams], lora: str | None) -> list[Output]:
-    """Generate for all inputs; the output of one that cannot be served holds its error."""
+    """Generate for all inputs, and return the texts to show; the output of one that cannot be served has its error."""
     from ..llm import refused_output
 
     asked = [(one, own) for one, own in zip(inputs, params, strict=True) if not isinstance(one, UserError)]
     outputs = iter(llm.generate([one for one, _ in asked], [own for _, own in asked], lora_request=lora))
     return [
-        refused_output(f"refused-{index}", own.n, str(one)) if isinstance(one, UserError) else next(outputs)
+        refused_output(f"refused-{index}", own.n, str(one)) if isinstance(one, UserError) else shown(next(outputs), own)
         for index, (one, own) in enumerate(zip(inputs, params, strict=True))
     ]
 
@@ -148,17 +150,15 @@ def print_all(
 
 def stream(llm: LLM, prompt: list[int] | str, params: SamplingParams, lora: str | None) -> Output:
     """Print the text as it is generated. Step times are counted from the first token on, after the prompt."""
-    shown = ""
+    answer_text = AnswerText(params)
     last: Output | None = None
     for output in llm.stream(prompt, params, lora_request=lora):
         if last is None:
             llm.engine.reset_times()
         last = output
-        text = output.completions[0].text
-        console.text(text[len(shown) :])
-        shown = text
-    console.text("\n")
+        console.text(answer_text.push(output.completions[0].text))
     assert last is not None, "a request gives at least one output"
+    console.text(answer_text.push(last.completions[0].text, final=True) + "\n")
     return last
 
 
