@@ -93,7 +93,8 @@ def test_the_reference_agrees(tiny_llm, kv_dtype: str) -> None:
         tiny_llm(kv_dtype=kv_dtype, **options).generate(LONG, params)[0] for options in ({}, {"backend": "reference"})
     )
     assert found.completions[0].token_ids == expected.completions[0].token_ids
-    assert difference(found, expected) < 0.01  # a number may be rounded either way
+    # A number may be rounded either way, and a step of e4m3 is an eighth of it: attention in fp16 changes some numbers.
+    assert difference(found, expected) < {"int8": 0.01, "fp8": 0.1}[kv_dtype]
 
 
 def difference(found: Output, expected: Output) -> float:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from carried import Carried
 from outrider.kernels import Kernels, reference
 from outrider.kernels.cases import CASES, Case, difference, inputs
 from outrider.kernels.cases.inputs import Shape
 from outrider.kernels.cases.layers import mlp
+from outrider.kernels.cuda.device import DEVICE
 
 CASES = [case for case in CASES if "adapters" in case.name and not case.name.startswith("q")] + [
     mlp("bf16", "silu", ["norm"], tokens=33, shape=Shape(width=96, inner=160), lora=True),
@@ -25,7 +27,7 @@ def test_adapters_agree_with_the_reference(ops: Kernels, case: Case) -> None:
 def test_the_adapters_of_other_rows_change_nothing(case: Case) -> None:
     from outrider.kernels.cuda import batch_invariant
 
-    run = case.build(batch_invariant, 2)  # type: ignore[arg-type]
+    run = case.build(Carried(batch_invariant, DEVICE), 2)
     whole = run(None)
     for items in ([0], list(range(1, case.items))):
         for result, meant in zip(run(items), whole, strict=True):
@@ -33,11 +35,12 @@ def test_the_adapters_of_other_rows_change_nothing(case: Case) -> None:
 
 
 def test_rows_without_an_adapter_keep_their_bits() -> None:
-    from outrider.kernels.cuda import batch_invariant as ops
+    from outrider.kernels.cuda import batch_invariant
 
+    ops = Carried(batch_invariant, DEVICE)
     random = inputs.generator(3)
     weights = inputs.mlp_weights(random, "f32", Shape(width=96, inner=160), "silu", ["norm"])
-    layer = ops.mlp_layer(inputs.with_mlp_lora(random, ops, weights))  # type: ignore[arg-type]
+    layer = ops.mlp_layer(inputs.with_mlp_lora(random, ops, weights))
     x = inputs.normal(random, 20, 96)
     plain, mixed = x.clone(), x.clone()
     ops.mlp(plain, layer)

@@ -304,7 +304,6 @@ class VllmWorker:
             "prompt_lookup_max": 4,
             "prompt_lookup_min": 2,
         }
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process, so that its memory can be measured
         options = self._on_gpu(random) if backend == "cuda" else self._on_cpu(threads)
         import vllm
 
@@ -329,6 +328,7 @@ class VllmWorker:
         }
 
     def _on_cpu(self, threads: int) -> dict[str, Any]:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process, so that its memory can be measured
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # by default it reserves a core
         os.environ["OMP_NUM_THREADS"] = str(threads)
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")

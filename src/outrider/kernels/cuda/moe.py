@@ -267,9 +267,9 @@ def _router_logits(
     token = tl.program_id(0).to(tl.int64)
     scale = 1.0
     if norm is not None:
-        column = tl.arange(0, block)
-        value = tl.load(x + token * width + column, mask=column < width, other=0)
-        scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
+        whole = tl.arange(0, block)
+        state = tl.load(x + token * width + whole, mask=whole < width, other=0)
+        scale = tl.rsqrt(tl.sum(state * state, 0) / width + eps)
     expert = tl.program_id(1) * experts_block + tl.arange(0, experts_block)
     total = tl.zeros([experts_block], tl.float32)
     for first in range(0, width, columns_block):
