@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from outrider import LLM, SamplingParams
 from outrider.errors import UserError
 from outrider.kernels import reference
 from outrider.models import build, read_config
+from outrider.models.config import Experts, Recurrent
+from outrider.models.rope import Rope
 from outrider.speculation.checkpoints import open_head
 from outrider.tokenizer import Tokenizer
 from outrider.weights import open_checkpoint
@@ -40,6 +43,76 @@ def test_hybrid_shapes_have_their_size(name: str, recurrent: int, billions: floa
     states = read_config(found.config).recurrent
     assert states is not None and sum(states.layers) == recurrent
     assert sum(math.prod(stored.shape) for stored in found.tensors.values()) == pytest.approx(billions * 1e9, rel=0.01)
+
+
+# As published: config.json of ibm-granite/granite-4.0-h-micro and Qwen/Qwen3-Next-80B-A3B-Instruct.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "granite-4-h-micro": {
+        "architecture": "granitemoehybrid",
+        "vocabulary": 100_352,
+        "width": 2048,
+        "layers": 40,
+        "heads": 32,
+        "kv_heads": 8,
+        "head_dim": 64,
+        "mlp_width": 8192,
+        "eps": 1e-5,
+        "context": 131_072,
+        "tied_head": True,
+        "embedding_scale": 12,
+        "residual_scale": 0.22,
+        "attention_scale": 1 / 64,
+        "logit_scale": 1 / 8,
+        "ropes": (None,) * 40,  # no position embedding
+        "experts": None,
+        "gated_attention": False,
+        "head_norms": False,
+    },
+    "qwen3-next-80b-a3b": {
+        "architecture": "qwen3_next",
+        "vocabulary": 151_936,
+        "width": 2048,
+        "layers": 48,
+        "heads": 16,
+        "kv_heads": 2,
+        "head_dim": 256,
+        "eps": 1e-6,
+        "context": 262_144,
+        "tied_head": False,
+        "ropes": (Rope(1e7, dims=64),) * 48,
+        "experts": Experts(512, 10, 512, 512, normalized=True, layers=(True,) * 48),
+        "gated_attention": True,
+        "head_norms": True,
+    },
+}
+STATES = {
+    "granite-4-h-micro": Recurrent(
+        delta=False,
+        heads=64,
+        key_heads=1,
+        head_dim=64,
+        state_dim=128,
+        conv_size=4,
+        conv_bias=True,
+        layers=tuple(layer not in (5, 15, 25, 35) for layer in range(40)),
+    ),
+    "qwen3-next-80b-a3b": Recurrent(
+        delta=True,
+        heads=32,
+        key_heads=16,
+        head_dim=128,
+        state_dim=128,
+        conv_size=4,
+        layers=tuple(layer % 4 != 3 for layer in range(48)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_hybrid_shapes_are_as_published(name: str) -> None:
+    config = read_config(open_checkpoint(f"random/{name}", device=torch.device("meta")).config)
+    assert {field: getattr(config, field) for field in PUBLISHED[name]} == PUBLISHED[name]
+    assert config.recurrent == STATES[name]
 
 
 @pytest.mark.parametrize("name", ["qwen3-next", "granite4-moe"])

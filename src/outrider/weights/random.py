@@ -90,6 +90,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "mamba_d_conv": 4,
         "mamba_expand": 2,
         "mamba_conv_bias": True,
+        "position_embedding_type": "nope",
         "attention_multiplier": 0.015625,
         "embedding_multiplier": 12.0,
         "logits_scaling": 8.0,
