@@ -9,6 +9,9 @@ from typing import Any, Literal
 
 import gguf
 import numpy as np
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import tiny
 import tiny_gguf_hybrids
@@ -17,6 +20,7 @@ from outrider.weights.random import byte_tokens
 # Architecture in GGUF of each model of tiny.CASES whose file llama.cpp would write.
 ARCHITECTURES = {
     "llama": "llama",
+    "llama3-rope": "llama",
     "llama-bias": "llama",
     "mistral": "llama",
     "qwen2-yarn": "qwen2",
@@ -200,6 +204,8 @@ def describe_rope(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any], ro
         writer.add_rope_scaling_factor(rope["factor"])
     if scaling == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if scaling == "llama3":
+        writer.add_tensor("rope_freqs.weight", llama3_factors(config, rope))
     if scaling == "longrope":
         original = config["original_max_position_embeddings"]
         writer.add_rope_scaling_orig_ctx_len(original)
@@ -207,3 +213,11 @@ def describe_rope(writer: gguf.GGUFWriter, kind: str, config: dict[str, Any], ro
         writer.add_rope_scaling_attn_factors(float(np.sqrt(1 + growth / np.log(original))))
         for name in ("long", "short"):
             writer.add_tensor(f"rope_factors_{name}.weight", np.array(rope[f"{name}_factor"], np.float32))
+
+
+def llama3_factors(config: dict[str, Any], rope: dict[str, Any]) -> np.ndarray:
+    """Return the divisors of the frequencies as transformers has them: [D / 2]."""
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    plain = rope["rope_theta"] ** -(torch.arange(0, head_dim, 2) / head_dim)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](transformers.LlamaConfig(**config), torch.device("cpu"))
+    return (plain / scaled).numpy()

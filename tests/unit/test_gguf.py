@@ -98,7 +98,7 @@ def test_what_the_architectures_add(tmp_path: Path) -> None:
 
 def test_names(tmp_path: Path) -> None:
     tensors = [floats(f"blk.0.{name}.weight", 4) for name in ("attn_norm", "ffn_norm", "attn_q_norm", "ffn_down")]
-    tensors += [floats("output_norm.weight", 4), floats("output.weight", 4, 4), floats("rope_freqs.weight", 8)]
+    tensors += [floats("output_norm.weight", 4), floats("output.weight", 4, 4)]
     checkpoint = make(tmp_path / "m.gguf", metadata("qwen3"), *tensors)
     layer = "model.layers.0."
     assert set(checkpoint.names()) == {
@@ -109,7 +109,6 @@ def test_names(tmp_path: Path) -> None:
         layer + "mlp.down_proj.weight",
         "model.norm.weight",
         "lm_head.weight",
-        "rope_freqs.weight",
     }
     assert not checkpoint.config["tie_word_embeddings"]
     norms = ("post_attention_norm", "ffn_norm", "post_ffw_norm")

@@ -106,6 +106,8 @@ def edited(
             writer.add_array(key, value)
         elif isinstance(value, bool):
             writer.add_bool(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
         elif isinstance(value, float):
             writer.add_float32(key, value)
         elif isinstance(value, int):

@@ -16,6 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import tiny
 import tiny_blocks
+import tiny_gguf
 import tiny_heads
 from outrider.cache.pages import Pages
 from outrider.kernels import load
@@ -24,8 +25,10 @@ from outrider.models.heads import EagleHead
 from outrider.models.rope import Rope
 from outrider.speculation.checkpoints import open_head
 from outrider.train.heads.layers import layer_keys, layer_shape
+from outrider.weights import open_checkpoint
 from refusals import refusal
 from unit.checkpoint_changes import change
+from unit.test_gguf_hybrids import edited
 
 HEAD_DIM, CONTEXT, ORIGINAL = 16, 128, 16
 ROPES: dict[str, dict[str, Any]] = {
@@ -137,6 +140,31 @@ def test_heads_that_state_no_rope_have_the_targets(target: str, tmp_path: Path) 
     assert open_head(str(tmp_path), config).shape.layers.ropes == (config.ropes[0],) * 2
     change(tmp_path, lambda config: config.update(rope_scaling=None))
     assert open_head(str(tmp_path), config).shape.layers.ropes == (Rope(10_000.0),) * 2
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_heads_have_the_rope_factors_of_a_gguf_target(backend: str, tmp_path: Path) -> None:
+    """GGUF has no keys for the scaling of Llama 3: it is a tensor of the target."""
+    model = build(open_checkpoint(tiny_gguf.write("llama3-rope", tmp_path / "m.gguf")), load(backend))
+    plan = write(tmp_path / "head", {})
+    found = test_heads.by_network(network(tmp_path / "head", model), model, plan.aux_layers, 4)
+    same = build(tiny.checkpoint("llama3-rope"), load(backend))
+    wanted = test_heads.by_network(network(tmp_path / "head", same), same, plan.aux_layers, 4)
+    assert test_heads.error(found, wanted) < 1e-5
+    change(tmp_path / "head", lambda config: config.update(rope_scaling=None))
+    plain = test_heads.by_network(network(tmp_path / "head", model), model, plan.aux_layers, 4)
+    assert test_heads.error(found, plain) > 1e-3
+
+
+def test_rope_factors_beside_another_scaling(tmp_path: Path) -> None:
+    def scaled(kind: str) -> Callable[[Any, Any], object]:
+        return lambda _, fields: fields.update({"llama.rope.scaling.type": kind, "llama.rope.scaling.factor": 2.0})
+
+    plain = open_checkpoint(tiny_gguf.write("llama3-rope", tmp_path / "plain.gguf")).config["rope_scaling"]
+    linear = open_checkpoint(edited("llama3-rope", tmp_path / "linear.gguf", scaled("linear"))).config["rope_scaling"]
+    assert linear["short_factor"] == linear["long_factor"] == [2 * value for value in plain["short_factor"]]
+    yarn = edited("llama3-rope", tmp_path / "yarn.gguf", scaled("yarn"))
+    assert "`yarn` and the tensor `rope_freqs.weight`" in refusal(lambda: open_checkpoint(yarn))
 
 
 def test_a_rope_for_heads_of_another_size(tmp_path: Path) -> None:

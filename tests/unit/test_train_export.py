@@ -24,6 +24,7 @@ from outrider.errors import UserError
 from outrider.kernels import Weight
 from outrider.kernels.quantization import FORMATS, dequantize
 from outrider.models import read_config
+from outrider.models.rope import rope_frequencies
 from outrider.speculation.checkpoints import Head, describe, open_head
 from outrider.train.heads.base import HeadExport
 from outrider.train.io import disk as folders
@@ -347,9 +348,12 @@ def test_the_rotation_of_llama_3_survives_gguf(tmp_path: Path) -> None:
         b"".join(gguf_writer.encode(gguf_writer.describe(draft().config, "t", "f32") | words, tensors_of(draft())))
     )
     file = write_model(made, tmp_path / "draft", target_info_of(str(target)), "f32", CARD)
-    found = open_checkpoint(str(file)).weight("rope_freqs.weight").data
-    slow = found == 8.0
-    assert found[0] == 1 and bool(slow[-1])  # the slowest turn 8 times slower, the fastest as ever
+    written = open_checkpoint(str(file)).config
+    rope, expected = read_config(written).ropes[0], read_config(config).ropes[0]
+    assert rope is not None and expected is not None
+    assert rope.short == rope.long and (rope.short[0], rope.short[-1]) == (1, 8)
+    rates = [rope_frequencies(each, original.config.head_dim) for each in (rope, expected)]
+    torch.testing.assert_close(*rates, atol=0, rtol=1e-6)
 
 
 def tensors_of(made: HeadExport) -> dict[str, Any]:

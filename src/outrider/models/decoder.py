@@ -52,7 +52,7 @@ class Model:
         self.norm = reader.norm("model.norm.weight", config.width)  # [E]
         self._logit_norm = self.norm if config.logit_scale == 1 else self.norm * config.logit_scale
         positions = min(config.context, max_context or config.context)
-        rope_tables = RopeTables(config, ops, positions, layers.rope_factors(config, reader))
+        rope_tables = RopeTables(config, ops, positions)
         self.layers = []
         for layer in range(config.layers):
             progress(layer + 1, parts, label)

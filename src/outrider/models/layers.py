@@ -24,7 +24,6 @@ MTP_MODULE = re.compile(
 )
 MAX_ROPE_BYTES = 2**30  # of a model's rope tables; 2**20 positions of 256 dimensions, more than published models need
 SINKS = ("sinks", "sinks.weight")  # the second in GGUF files
-ROPE_FACTORS = "rope_freqs.weight"  # GGUF stores Llama-3 scaling as a tensor
 
 
 class ModelCheckpoint(Protocol):
@@ -145,9 +144,8 @@ class WeightReader:
 class RopeTables:
     """Rope tables, shared by layers with the same rope."""
 
-    def __init__(self, config: ModelConfig, ops: Kernels, positions: int, factors: Tensor | None = None) -> None:
+    def __init__(self, config: ModelConfig, ops: Kernels, positions: int) -> None:
         self.config, self.ops, self.positions = config, ops, positions
-        self.factors = factors  # [D / 2]
         self.tables: dict[Rope, tuple[Tensor, Tensor]] = {}
 
     def of(self, layer: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
@@ -157,7 +155,7 @@ class RopeTables:
             return None, None
         if rope not in self.tables:
             self._check_size()
-            cos, sin = cos_sin_tables(rope, self.config.head_dim, self.positions, self.factors)
+            cos, sin = cos_sin_tables(rope, self.config.head_dim, self.positions)
             self.tables[rope] = self.ops.vector(cos), self.ops.vector(sin)
         return self.tables[rope]
 
@@ -296,11 +294,6 @@ def mlp(config: ModelConfig, reader: WeightReader, layer: int) -> MlpWeights:
             down_bias=reader.vector(module + "down_proj.bias", width),
         )
     return weights
-
-
-def rope_factors(config: ModelConfig, reader: WeightReader) -> Tensor | None:
-    """Read the divisors of the rope frequencies [D / 2]; None if the checkpoint has none."""
-    return reader.stored(ROPE_FACTORS, config.head_dim // 2).data.float() if reader.has(ROPE_FACTORS) else None
 
 
 def embedding_and_head(

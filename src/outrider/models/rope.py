@@ -186,16 +186,9 @@ def _yarn_frequencies(plain: Tensor, rope: Rope, dims: int) -> Tensor:
     return plain / rope.factor * (1 - kept) + plain * kept  # rounded as in transformers
 
 
-def cos_sin_tables(
-    rope: Rope, head_dim: int, positions: int, factors: Tensor | None = None, context: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines, [positions, D / 2] f32 each.
-
-    factors [D / 2] divide the frequencies (rope_freqs of GGUF). context: by which LongRoPE chooses; 0: `positions`.
-    """
+def cos_sin_tables(rope: Rope, head_dim: int, positions: int, context: int = 0) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines, [positions, D / 2] f32 each. context: by which LongRoPE chooses; 0: `positions`."""
     rates = rope_frequencies(rope, head_dim, context or positions)
-    if factors is not None:
-        rates = rates / factors
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * rates
     cos, sin = angles.cos(), angles.sin_()
     if rope.attention_factor != 1:

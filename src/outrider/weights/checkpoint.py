@@ -66,7 +66,7 @@ class Stored:
 class Checkpoint:
     path: Path
     config: dict[str, Any]  # keys of a Hugging Face config.json, for GGUF files too
-    tensors: Mapping[str, Stored | QuantizedMatrix]  # by Hugging Face name; also `rope_freqs.weight` of GGUF files
+    tensors: Mapping[str, Stored | QuantizedMatrix]  # by Hugging Face name
     tokenizer_source: Path | Mapping[str, Any]  # for Tokenizer.open: a folder, or GGUF metadata
     generation: dict[str, Any] = field(default_factory=dict)  # bos_token_id: int | None, eos_token_id: list[int], ...
     norms_are_offset: bool = False  # norm weights are stored minus 1

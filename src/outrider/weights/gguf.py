@@ -21,7 +21,6 @@ NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
-    "rope_freqs": "rope_freqs",
 }
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -109,6 +108,7 @@ GRANITE_KEYS = {
 }
 YARN_KEYS = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow"}
 LONG_ROPE = {"rope_factors_short.weight": "short_factor", "rope_factors_long.weight": "long_factor"}
+ROPE_FACTORS = "rope_freqs.weight"  # the scaling of Llama 3: divisors of the frequencies, in any context
 OUTRIDER_PREFIX = "outrider."  # metadata keys with this prefix are keys of config.json
 MODEL_OF_MODULES = 1024  # most layers of a model whose file may have MTP modules alone; no published one has more
 SMOLLM3_PATTERN = 4  # every fourth layer has no rotary embedding
@@ -135,6 +135,8 @@ def open_gguf(path: Path) -> Checkpoint:
         tensors[module_name(tensor.name, name, fields.layers()) if fields.modules else name] = stored
     if LONG_ROPE.keys() <= tensors.keys():
         config["rope_scaling"] = long_rope(fields, {LONG_ROPE[name]: tensors.pop(name) for name in LONG_ROPE})
+    if ROPE_FACTORS in tensors:
+        config["rope_scaling"] = llama3_rope(fields, config, tensors.pop(ROPE_FACTORS))
     tokenizer = {key: value for key, value in header.metadata.items() if key.startswith("tokenizer.")}
     ids = [header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     bos = header.metadata.get("tokenizer.ggml.bos_token_id")
@@ -308,6 +310,24 @@ def long_rope(fields: GgufFields, factors: Mapping[str, Stored]) -> dict[str, An
     if fields.get("rope.scaling.attn_factor") is not None:
         scaling["attention_factor"] = fields.real("rope.scaling.attn_factor", 1.0)
     return scaling
+
+
+def llama3_rope(fields: GgufFields, config: Mapping[str, Any], factors: Stored) -> dict[str, Any]:
+    """Return the rope scaling of Llama 3 as a LongRoPE with the same divisors in short and long contexts."""
+    stated = config["rope_scaling"] or {"rope_type": "linear", "factor": 1.0}
+    if stated["rope_type"] != "linear":
+        raise UserError(
+            f"`{fields.path}` has the rope scaling `{stated['rope_type']}` and the tensor `{ROPE_FACTORS}`, which is "
+            "not supported: fetch another conversion"
+        )
+    divisors = [value * stated["factor"] for value in factors.data.float().flatten().tolist()]
+    return {
+        "rope_type": "longrope",
+        "short_factor": divisors,
+        "long_factor": divisors,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": config["max_position_embeddings"],
+    }
 
 
 def experts(fields: GgufFields) -> dict[str, Any]:

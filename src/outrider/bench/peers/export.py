@@ -22,7 +22,6 @@ from ...weights.random import head_config, is_random
 
 SHARD = 2_000_000_000  # approximate bytes of one file
 DONE = "outrider.json"  # written last: a folder without it is incomplete and written again
-FACTORS = "rope_freqs.weight"
 
 
 class UnsuitableError(Exception):
@@ -49,8 +48,6 @@ def folder(checkpoint: Checkpoint, note: Callable[[str], None]) -> Path:
         return shape_folder(str(checkpoint.path), checkpoint.config)
     if checkpoint.path.is_dir():
         return checkpoint.path
-    if FACTORS in checkpoint:
-        raise UnsuitableError(f"it reads folders, whose config.json has no field for the rope factors of `{FACTORS}`")
     path = home(checkpoint) / "float32"
     if not (path / DONE).is_file():
         note(f"writing the weights in fp32 to {path}")
