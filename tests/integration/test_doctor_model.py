@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import tiny
 import tiny_gguf
+import tiny_heads
 import tiny_hybrids
+import tiny_lora
+import tiny_quantized
 
 PARAMETERS = sum(parameter.numel() for parameter in tiny.original("phi3-long").parameters())
 
@@ -50,6 +54,51 @@ def test_a_models_own_mtp_module_is_named(outrider, tmp_path: Path) -> None:
     assert "heads that fit mtp" in " ".join(outrider("doctor", "-m", folder).stdout.split())
     head = json.loads(outrider("doctor", "--head", folder, "-m", folder, "--json").stdout)
     assert head["head"]["layout"] == "Qwen" and "with gates" in head["head"]["attention"]
+
+
+@pytest.mark.parametrize("target", ["qwen3-next-moe", "qwen3.5"])
+def test_an_mtp_module_in_a_gguf_file_is_named(outrider, tmp_path: Path, target: str) -> None:
+    inside, without, alone = (
+        tiny_gguf.write(target, tmp_path / f"m-{module}.gguf", module=module) for module in ("inside", "none", "alone")
+    )
+    assert examined(outrider, inside)["heads"] == ["mtp"]
+    assert examined(outrider, without)["heads"] == []
+    words = " ".join(outrider("doctor", "-m", without).stdout.split())
+    assert "heads that fit none ships; none can be trained for recurrent layers" in words
+    problem = examined(outrider, alone, code=1)["problem"]
+    assert problem == f"it is a draft head, not a model: pass a model, and this with `--speculate mtp:model={alone}`"
+
+
+@pytest.mark.parametrize("method", ["eagle3", "medusa", "dflash", "mtp"])
+def test_draft_heads_are_no_models(outrider, tmp_path: Path, method: str) -> None:
+    tiny_heads.make(method, tmp_path / "head")
+    problem = examined(outrider, tmp_path / "head", code=1)["problem"]
+    assert "it is a draft head, not a model" in problem and f"--speculate {method}:model=" in problem
+
+
+def test_a_damaged_model_with_a_module_is_no_head(outrider, tmp_path: Path) -> None:
+    folder = tiny_hybrids.inside("qwen3.5", tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.input_layernorm.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "`model.layers.1.input_layernorm.weight`" in examined(outrider, folder, code=1)["problem"]
+
+
+@pytest.mark.parametrize("command", [("doctor",), ("generate", "hello")])
+def test_adapters_are_no_models(outrider, tmp_path: Path, command: tuple[str, ...]) -> None:
+    tiny_lora.save("llama", tmp_path)
+    result = outrider(*command, "-m", tmp_path)
+    assert result.exit_code == 1 and "is a LoRA adapter, not a model" in result.stderr
+    assert "with `--lora`" in result.stderr
+
+
+@pytest.mark.parametrize(("scheme", "label"), [("awq", "AWQ"), ("gptq", "GPTQ-INT4"), ("fp8-block", "FP8")])
+def test_quantized_checkpoints_are_named_by_their_layers(outrider, tmp_path: Path, scheme: str, label: str) -> None:
+    """The embedding of a tiny or small model takes more bytes than all quantized matrices."""
+    folder, _ = tiny_quantized.folder("llama", scheme, tmp_path)
+    assert examined(outrider, folder)["quantization"].startswith(label)
+    oss, _ = tiny_quantized.gpt_oss_folder(tmp_path / "oss")
+    assert examined(outrider, oss)["quantization"] == "MXFP4"
 
 
 def changed(tmp_path: Path, **keys: object) -> Path:

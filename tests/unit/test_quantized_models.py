@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ from outrider.models import build
 from outrider.speculation.checkpoints import open_head
 from outrider.types import SamplingParams
 from outrider.weights import open_checkpoint
-from tiny import prompt, run
+from outrider.weights.integers import unpack_words
+from tiny import CASES, prompt, run
 from tiny_quantized import SCHEMES
 
 TOKENS = prompt(23)
+ARCHITECTURE_SCHEMES = ("gptq-asymmetric", "awq", "w4a16-asymmetric", "w8a8", "fp8-block")
 
 
 @pytest.fixture(params=every_kernels())
@@ -45,6 +48,22 @@ def test_logits_equal_transformers(scheme: str, backend: str, tmp_path: Path) ->
     limit = 2e-3 if backend == "cpu" and "fp8" not in scheme else 1e-4
     limit = 1e-2 if backend == "cpu" and scheme == "gptq-orders" else limit
     torch.testing.assert_close(logits, wanted, atol=limit, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "scheme"), list(zip(CASES, itertools.cycle(ARCHITECTURE_SCHEMES), strict=False)))
+@torch.no_grad()
+def test_every_architecture_may_be_quantized(name: str, scheme: str, tmp_path: Path) -> None:
+    folder, original = tiny_quantized.folder(name, scheme, tmp_path)
+    wanted = original(torch.tensor([TOKENS])).logits[0]
+    logits, _ = run(build(open_checkpoint(folder), kernels.load("reference")), TOKENS, 7)
+    torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=0)
+
+
+def test_words_of_one_column_are_unpacked_whatever_their_stride() -> None:
+    """A matrix of eight rows has its zero points in one word of each group, with any stride."""
+    words = torch.arange(4, dtype=torch.int32).view(1, 4).T
+    assert words.is_contiguous() and words.stride() == (1, 4)
+    assert unpack_words(words, 4).tolist() == [[row, *[0] * 7] for row in range(4)]
 
 
 @torch.no_grad()

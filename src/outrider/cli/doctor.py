@@ -91,7 +91,7 @@ def show(found: dict[str, Any]) -> None:
 
 def show_model(facts: dict[str, Any]) -> None:
     from ..diagnostics.model_check import title
-    from .show import count, memory
+    from .show import count, heads_line, memory
 
     rows = [("model", facts.get("title") or facts["name"])]
     if "architecture" in facts:
@@ -114,7 +114,7 @@ def show_model(facts: dict[str, Any]) -> None:
             beside += f" ({machine['tokens_that_fit_int8']} with `--kv-dtype int8`)"
         rows.append(("this machine", f"{machine['backend']}, {console.size(machine['free_bytes'])} free{beside}"))
     if "heads" in facts:
-        rows.append(("heads that fit", ", ".join(facts["heads"]) or "none ships; `outrider train` makes one"))
+        rows.append(("heads that fit", heads_line(facts)))
     problem = facts["problem"]
     runs = "yes" if "path" in facts else f"yes, after `outrider pull {facts['name']}`"
     rows.append(("runs", runs if problem is None else f"no: {problem}"))

@@ -56,9 +56,14 @@ def lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "path", facts["path"]
     yield "size", f"{'about ' if not facts.get('bytes_are_exact', True) else ''}{console.size(facts['bytes'])}"
     yield "memory", memory(facts)
-    yield "heads that fit", ", ".join(facts["heads"]) or "none ships; `outrider train` makes one"
+    yield "heads that fit", heads_line(facts)
     drafter = facts["drafter"]
     yield "drafter of auto", f"{drafter['speculate']} ({drafter['backend']})"
+
+
+def heads_line(facts: dict[str, Any]) -> str:
+    trained = "`outrider train` makes one" if facts["trainable"] else "none can be trained for recurrent layers"
+    return ", ".join(facts["heads"]) or f"none ships; {trained}"
 
 
 def count(parameters: int) -> str:

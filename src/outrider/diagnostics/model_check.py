@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from ..kernels import Weight
 from ..kernels.quantization import FORMATS
 from ..models import Model, read_config
 from ..models.config import ARCHITECTURES
+from ..speculation.checkpoints import open_head
 from ..weights import Checkpoint
 from ..weights.checkpoint import map_file, read_json
 from ..weights.gguf_header import read_header
@@ -60,7 +63,9 @@ def examine_model(name: str) -> dict[str, Any]:
         facts, problem = describe_model(name), None
         check_tensors(path)
     except UserError as error:
-        facts, problem = _stated(name, path), str(error)
+        if path.is_dir() and not (path / "config.json").is_file():
+            raise
+        facts, problem = _stated(name, path), _head_alone(path) or str(error)
     return {**facts, "problem": problem, "machine": _machine(facts.get("memory", {}))}
 
 
@@ -68,6 +73,19 @@ def check_tensors(path: Path) -> None:
     """Refuse a checkpoint whose tensors are not those that its configuration asks for."""
     checkpoint = open_path(path)
     Model(read_config(checkpoint.config), ShapesOnly(checkpoint), NoKernels(), max_context=1)
+
+
+def _head_alone(path: Path) -> str:
+    """Say that a checkpoint is a draft head, if it is one without the layers of a model; else return nothing."""
+    try:
+        kind = open_head(str(path)).shape.kind
+    except UserError:
+        return ""
+    with suppress(UserError):  # heads have tensors that no model has
+        if any(name.startswith("model.layers.0.") for name in open_path(path).names()):
+            return ""
+    source = quote(f"{kind}:model={path}")
+    return f"it is a draft head, not a model: pass a model, and this with `--speculate {source}`"
 
 
 def _stated(name: str, path: Path) -> dict[str, Any]:

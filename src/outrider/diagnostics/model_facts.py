@@ -59,6 +59,7 @@ def _describe_entry(name: str) -> dict[str, Any]:
         "sha256": entry.sha256 or None,
         "memory": {"weights_bytes": entry.size},
         "heads": list(shipped.methods_for(name)),
+        "trainable": True,
         "drafter": _drafter(name),
     }
 
@@ -110,6 +111,7 @@ def _describe_files(name: str, path: Path) -> dict[str, Any]:
             **_states(config),
         },
         "heads": [*shipped.methods_for(name), *(["mtp"] if has_modules(path) else [])],
+        "trainable": config.recurrent is None,
         "drafter": _drafter(name),
     }
 
@@ -153,7 +155,8 @@ def _quantization(path: Path, checkpoint: Checkpoint, metadata: dict[str, Any]) 
 
 
 def _main_kind(checkpoint: Checkpoint) -> str:
-    sizes: Counter[str] = Counter()
-    for stored in checkpoint.tensors.values():
-        sizes[stored.kind] += stored.bytes
-    return sizes.most_common(1)[0][0].upper()
+    """Return the format of most weights in the layers; embedding and head often have another."""
+    weights: Counter[str] = Counter()
+    for name, stored in checkpoint.tensors.items():
+        weights[stored.kind] += math.prod(stored.shape) if ".layers." in name else 0
+    return weights.most_common(1)[0][0].upper()

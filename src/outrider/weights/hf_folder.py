@@ -59,6 +59,10 @@ GEMMA3_DEFAULTS = {
 
 def open_folder(path: Path) -> Checkpoint:
     if not (path / "config.json").is_file():
+        if (path / "adapter_config.json").is_file():
+            raise UserError(
+                f"`{path}` is a LoRA adapter, not a model: pass the model that it was made for, and this with `--lora`"
+            )
         files = sorted(path.glob("*.gguf"))
         hint = f"pass the file `{files[0]}`" if files else "pass a Hugging Face folder or a GGUF file"
         raise UserError(f"`{path}` is not a model, it has no `config.json`: {hint}")

@@ -20,7 +20,7 @@ FLOAT_KINDS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
     """Unpack int32 words [..., W] into fields of 4 or 8 bits, the lowest first: [..., W * 32 / bits] uint8."""
-    octets = words.contiguous().view(torch.uint8)
+    octets = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], -1)  # also of one word with any stride
     if bits == 8:
         return octets
     return torch.stack([octets & 15, octets >> 4], -1).flatten(-2)
