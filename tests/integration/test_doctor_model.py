@@ -152,6 +152,17 @@ def test_a_model_of_the_catalog_is_described_before_it_is_pulled(
     assert not list(tmp_path.rglob("*.gguf"))
 
 
+@pytest.mark.parametrize(("name", "window"), [("mistral", True), ("gemma3", False)])
+def test_memory_is_that_of_the_window_if_every_layer_has_one(outrider, tmp_path: Path, name: str, window: bool) -> None:
+    folder = tiny.copy(name, tmp_path / name)
+    config, found = tiny.original(name).config, examined(outrider, folder)["memory"]
+    tokens = config.sliding_window if window else config.max_position_embeddings
+    assert found["window"] == (config.sliding_window if window else 0)
+    assert found["kv_bytes_of_context"] == found["kv_bytes_per_1k_tokens"] // 1000 * tokens
+    words = " ".join(outrider("doctor", "-m", folder).stdout.split())
+    assert (f"of which a window of {tokens} tokens is kept" in words) == window
+
+
 def test_hybrid_models_state_the_memory_of_their_states(outrider, tmp_path: Path) -> None:
     folder = tiny.copy("granite4", tmp_path / "granite4")
     found = examined(outrider, folder)["memory"]

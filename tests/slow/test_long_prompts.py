@@ -1,8 +1,10 @@
-"""A prompt of more than 100,000 tokens is read at positions far beyond those of other tests."""
+"""Prompts of 128k tokens are read at positions far beyond those of other tests, with every scaling of the rope."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 import tiny
 from outrider import LLM, SamplingParams
 
-LENGTH, CONTEXT = 100_003, 131_072
+CONTEXT = 131_072
+LENGTH = CONTEXT - 61  # and an answer
 SHAPE = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
@@ -22,6 +25,24 @@ SHAPE = {
     "intermediate_size": 32,
     "max_position_embeddings": CONTEXT,
 }
+THETA = 1_000_000.0
+ROPES: dict[str, dict[str, Any]] = {  # as in Qwen2.5 with YaRN, Phi-3 and Llama 3.1
+    "plain": {"rope_type": "default", "rope_theta": THETA},
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": THETA,
+        "factor": 4.0,
+        "original_max_position_embeddings": CONTEXT // 4,
+    },
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0, 1.1, 1.2, 1.5],
+        "long_factor": [1.1, 2.5, 20.0, 60.0],
+        "original_max_position_embeddings": 4096,
+    },
+    "llama3": {**tiny.LLAMA3, "rope_theta": 500_000.0, "original_max_position_embeddings": 8192},
+}
 
 
 def last_logprobs(name: str, prompt: list[int]) -> Tensor:
@@ -29,7 +50,7 @@ def last_logprobs(name: str, prompt: list[int]) -> Tensor:
     model = tiny.original(name)
     layer, states = model.model.layers[0], model.model.embed_tokens(torch.tensor([prompt]))  # [1, T, E]
     normed, attention = layer.input_layernorm(states), layer.self_attn
-    cos, sin = model.model.rotary_emb(states, torch.arange(len(prompt))[None])
+    cos, sin = model.model.rotary_emb(states, torch.arange(len(prompt))[None])  # long factors for a long text
     size = SHAPE["head_dim"]
     queries = attention.q_proj(normed).view(1, len(prompt), -1, size).transpose(1, 2)  # [1, H, T, D]
     keys, values = (part(normed)[:, None] for part in (attention.k_proj, attention.v_proj))  # [1, 1, T, D]
@@ -43,17 +64,20 @@ def last_logprobs(name: str, prompt: list[int]) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @torch.inference_mode()
-def test_a_prompt_of_a_hundred_thousand_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(tiny.CASES, "long-context", ("Llama", SHAPE))
-    llm = LLM(str(tiny.copy("long-context", tmp_path)), backend="cpu", cache_tokens=CONTEXT, speculate="ngram")
+@pytest.mark.parametrize("rope", ROPES)
+def test_a_prompt_of_128k_tokens(rope: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"long-context-{rope}"
+    monkeypatch.setitem(tiny.CASES, name, ("Llama", {**SHAPE, "rope_parameters": ROPES[rope]}))
+    llm = LLM(str(tiny.copy(name, tmp_path)), backend="cpu", cache_tokens=CONTEXT, speculate="ngram")
     prompt = tiny.prompt(LENGTH)
     assert llm.resolved.max_context == CONTEXT
-    output = llm.generate([prompt], SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, logprobs=100))[0]
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, logprobs=100)
+    output = llm.generate([prompt], params)[0]
     first = output.completions[0].logprobs[0]
-    expected = last_logprobs("long-context", prompt)
+    expected = last_logprobs(name, prompt)
     for token, logprob in first.top:
         assert logprob == pytest.approx(float(expected[token]), abs=1e-3)
     # The continuation as a prompt: other chunks, and positions that decoding has stored before.
-    more = llm.generate([prompt + output.completions[0].token_ids[:20]], SamplingParams(max_tokens=20, temperature=0))
+    more = llm.generate([prompt + output.completions[0].token_ids[:20]], replace(params, max_tokens=20))
     assert more[0].completions[0].token_ids == output.completions[0].token_ids[20:]
-    assert more[0].stats is not None and more[0].stats.cached_tokens > 100_000
+    assert more[0].stats is not None and more[0].stats.cached_tokens > LENGTH - 64

@@ -91,7 +91,10 @@ def memory(facts: dict[str, Any]) -> str:
     if "kv_bytes_per_1k_tokens" not in known:
         return f"about {weights}"
     each, whole = console.size(known["kv_bytes_per_1k_tokens"]), console.size(known["kv_bytes_of_context"])
-    found = f"{weights}, {each} for each 1000 tokens of context ({known['kv_dtype']}), {whole} for all of it"
+    kept = f"{whole} for all of it"
+    if known["window"]:
+        kept = f"{whole} for a text of any length, of which a window of {known['window']} tokens is kept"
+    found = f"{weights}, {each} for each 1000 tokens of context ({known['kv_dtype']}), {kept}"
     if "state_bytes_per_request" in known:
         states = console.size(known["state_bytes_per_request"])
         found += f"; {states} for the states of each request, and of each snapshot in the prefix cache"

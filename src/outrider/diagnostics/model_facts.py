@@ -77,6 +77,7 @@ def _describe_files(name: str, path: Path) -> dict[str, Any]:
     dtype = kv_dtype(EngineConfig(), checkpoint.float32)
     per_token = bytes_per_token(config.attention_layers, config.kv_heads, config.head_dim, dtype)
     quantized = bytes_per_token(config.attention_layers, config.kv_heads, config.head_dim, "int8")
+    window = max(config.windows) if all(config.windows) else 0  # 0: a layer without one keeps all tokens
     ends = sorted(tokenizer.end_ids | set(checkpoint.end_ids))
     entry = catalog.CATALOG.get(name)
     record = read_record(path) if path.is_file() else _hub_record(name, path)
@@ -105,7 +106,8 @@ def _describe_files(name: str, path: Path) -> dict[str, Any]:
         "memory": {
             "weights_bytes": checkpoint.bytes,
             "kv_bytes_per_1k_tokens": per_token * TOKENS,
-            "kv_bytes_of_context": per_token * config.context,
+            "kv_bytes_of_context": per_token * min(config.context, window or config.context),
+            "window": window,
             "kv_bytes_per_1k_tokens_int8": quantized * TOKENS,
             "kv_dtype": dtype,
             **_states(config),
