@@ -138,6 +138,11 @@ def test_gguf_files_that_do_not_run_are_described(outrider, tmp_path: Path) -> N
     assert "the architecture `bloom`" in found["problem"]
 
 
+def test_shapes_with_random_weights_are_sent_to_the_benchmark(outrider) -> None:
+    result = outrider("doctor", "-m", "random/llama-3.1-8b")
+    assert result.exit_code == 1 and "outrider bench speed --model random/llama-3.1-8b" in result.stderr
+
+
 def test_models_that_are_not_there(outrider) -> None:
     result = outrider("doctor", "-m", "no-such-model")
     assert result.exit_code == 1 and result.stdout == "" and "no-such-model" in result.stderr

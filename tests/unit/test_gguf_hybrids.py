@@ -156,6 +156,18 @@ BROKEN: dict[str, tuple[str, Edit, str]] = {
         lambda tensors, _: tensors.update({"blk.0.ffn_gate_up_exps.weight": np.ones((2, 2), np.float32)}),
         "`blk.0.ffn_gate_up_exps.weight`",
     ),
+    "modules alone": (
+        "qwen3.5",
+        lambda _, fields: fields.update({"qwen35.nextn_predict_layers": 3}),
+        "claims 3 modules among 3 layers",
+    ),
+    "very many modules": (
+        "qwen3.5-moe",
+        lambda _, fields: fields.update(
+            {"qwen35moe.nextn_predict_layers": 2**31 - 2, "qwen35moe.block_count": 2**31 - 1}
+        ),
+        "claims 2147483647 layers",
+    ),
     "heads of no layer": (
         "granite4",
         lambda _, fields: fields.update({"granitehybrid.attention.head_count_kv": 2}),

@@ -25,6 +25,7 @@ from ..weights import Checkpoint
 from ..weights.checkpoint import map_file
 from ..weights.gguf_header import read_header
 from ..weights.loader import existing, open_path
+from ..weights.random import is_random
 
 TOKENS = 1000  # of the cache whose memory is stated
 
@@ -36,6 +37,8 @@ def describe_model(name: str) -> dict[str, Any]:
         return _describe_files(name, path)
     if name in catalog.CATALOG:
         return _describe_entry(name)
+    if is_random(name):
+        raise UserError(f"`{name}` has random weights, for measurements: run `outrider bench speed --model {name}`")
     if parse(name) is not None:
         raise UserError(f"`{name}` is not on disk: fetch it with `outrider pull {name}`")
     raise UserError(f"no model `{name}`: {suggestion(name, catalog.CATALOG)}")

@@ -230,10 +230,12 @@ class GgufFields:
         return self.count("nextn_predict_layers") if self.get("nextn_predict_layers") else 0
 
     def layers(self) -> int:
-        layers = self.count("block_count") - self.modules
-        if layers > (MODEL_OF_MODULES if self.modules else len(self.tensors)):
-            raise UserError(f"`{self.path}` claims {layers} layers, but has only {len(self.tensors)} tensors")
-        return layers
+        blocks, modules = self.count("block_count"), self.modules
+        if blocks > (MODEL_OF_MODULES if modules else len(self.tensors)):
+            raise UserError(f"`{self.path}` claims {blocks} layers, but has only {len(self.tensors)} tensors")
+        if modules >= blocks:
+            raise UserError(f"`{self.path}` claims {modules} modules among {blocks} layers: fetch it again")
+        return blocks - modules
 
 
 def translate(fields: GgufFields) -> dict[str, Any]:
