@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 
@@ -49,6 +50,17 @@ class LateWorkCounter:
     def read(self) -> LateWork:
         graphs = self.graphs
         return LateWork(graphs.late_captures, COMPILATIONS.count - self._compiled, graphs.late_eager_runs)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Let measurements compile and capture shapes that no request needs, without counting them."""
+        graphs, compiled = self.graphs, COMPILATIONS.count
+        frozen, graphs.frozen = graphs.frozen, False
+        try:
+            yield
+        finally:
+            graphs.frozen = frozen
+            self._compiled += COMPILATIONS.count - compiled
 
 
 class WarmUp:

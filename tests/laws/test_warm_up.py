@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from backends import backends, settings
 from fake_device import FakeDevice
 from laws.mix import visible, with_options
 from outrider import LLM, SamplingParams
+from outrider.bench.speed import WIDTHS, SpeedConfig, time_widths
 from outrider.device import DeviceDefaults
 from outrider.device.cuda import Cuda
 from outrider.device.graphs import MAX_TOKENS, padded_pages, padded_rows, padded_tokens, pages_sizes, step_sizes
@@ -82,6 +84,16 @@ def test_no_request_waits_for_a_capture(start, method: str) -> None:
     texts = mix(llm, (1, 3, 8), (11, 5))
     assert llm.engine.late_work.read() == LateWork()
     assert texts == mix(start(method, cudagraph_mode="NONE"), (1, 3, 8), (11, 5))
+
+
+def test_measured_steps_are_replayed_and_not_counted_as_late(start) -> None:
+    llm = start("eagle3")
+    before = set(llm.engine.runner.graphs.captured)
+    steps = time_widths(llm, SpeedConfig(prompt_tokens=5), random.Random(0))
+    assert set(steps) == set(WIDTHS)
+    captured = set(llm.engine.runner.graphs.captured) - before
+    assert len(captured) >= len(WIDTHS) - 1  # one graph a width, but that of plain decoding was there
+    assert llm.engine.runner.graphs.frozen and llm.engine.late_work.read() == LateWork()
 
 
 @pytest.mark.parametrize("method", ["eagle3", "dspark", "tree", "combined"])

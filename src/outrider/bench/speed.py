@@ -223,7 +223,11 @@ def busy_seconds(llm: LLM) -> float:
 def time_widths(llm: LLM, config: SpeedConfig, rng: random.Random) -> dict[int, float]:
     """Time steps of 1, 2, 4, ... tokens of one request, of which all but the first are drafted."""
     start = config.prompt_tokens
-    with prefilled(llm, start, max(WIDTHS), rng) as request, SingleThreadedTorch(llm.resolved.backend):
+    with (
+        prefilled(llm, start, max(WIDTHS), rng) as request,
+        SingleThreadedTorch(llm.resolved.backend),
+        llm.engine.late_work.suspended(),  # no request has such drafts without a drafter
+    ):
         # The fastest of a few repeats is a step that nothing interrupted.
         return {width: min(time_step(llm, request, start, width) for _ in range(REPEATS)) for width in WIDTHS}
 
