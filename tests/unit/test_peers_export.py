@@ -10,6 +10,7 @@ import torch
 import transformers
 
 import tiny
+import tiny_gguf
 from outrider.bench.peers import export
 from outrider.errors import UserError
 from outrider.kernels.cpu import quantize_weight
@@ -50,6 +51,16 @@ def test_a_file_becomes_a_folder_that_transformers_opens(tmp_path: Path, monkeyp
     assert words.chat_template == "{{ messages[0].content }}"
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == [2]
     assert export.folder(checkpoint, messages.append) == folder and len(messages) == 1  # once
+
+
+@torch.no_grad()
+def test_transformers_rotates_as_a_file_of_llama_3_says(tmp_path: Path) -> None:
+    file = tiny_gguf.write("llama3-rope", tmp_path / "m.gguf")
+    folder = export.folder(export.checked(str(file)), lambda _: None)
+    opened = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokens = torch.tensor([tiny.prompt(100)])
+    found, wanted = (model(tokens).logits for model in (opened, tiny.original("llama3-rope")))
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
 
 
 def test_an_incomplete_folder_is_written_again(tmp_path: Path) -> None:
