@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from itertools import accumulate, product
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from .multi_step.planner import run_widths
 from .request import Request, Row, RowResult, Step
 from .sampler import Sampler, SamplerInput
 from .single_row import SingleRowStep
+from .speculation.adaptive.latency_model import least_seconds
 from .speculation.manager import AuxStates, RowOutcome, SpeculationManager
 from .types import Draft, SamplingParams, TokenLogprobs
 
@@ -305,26 +306,35 @@ class Runner:
             for width in run_widths(most):
                 planner.observe_latency(method, 1, width, self.multi_step.warm_up(method, row, width))
             return
-        for width in run_widths(most):
-            # Different tokens: rows of the same token would choose the same experts, and cost less than others.
-            draft = Draft([(1 + index) % self.model.config.vocabulary for index in range(width)]) if width else None
-            for drafted in (draft, draft, None):  # the first step of a shape may be recorded, and is not measured then
-                self.step(Step([Row(request, 1, [0], sample=True, draft=drafted)]))
-        self.spec_manager.controller.latency.context_cost = self._context_cost(min(CONTEXT, positions - 1))
+        # Different tokens: rows of the same token would choose the same experts, and cost less than others.
+        tokens = [(1 + index) % self.model.config.vocabulary for index in range(most)]
+
+        def drafted(width: int) -> float:
+            draft = Draft(tokens[:width]) if width else None
+            return self._target_seconds(Row(request, 1, [0], sample=True, draft=draft))
+
+        latency = self.spec_manager.controller.latency
+        latency.begin(least_seconds(drafted, run_widths(most)))
+        latency.context_cost = self._context_cost(min(CONTEXT, positions - 1))
         self.spec_manager.profile()
 
     def _context_cost(self, context: int) -> float:
         """Return what each token of the context adds to a step, in proportion to a step with an empty context."""
         request = Request("warm-up", [0], SamplingParams(temperature=0), 0, max_length=context + 1)
         request.pages = list(range(-(-(context + 1) // self.page_size)))
-        seconds: dict[int, list[float]] = {0: [], context: []}
-        for _, start in product(range(4), seconds):
+
+        def after(start: int) -> float:
             for layer in self.pages.state_layers:
                 layer.lengths[request.state_slot] = start  # as if the states had read the context
-            started = time.perf_counter()
-            if not self._run_target([Row(request, start, [0], sample=True)], ()).recorded:
-                seconds[start].append(time.perf_counter() - started)
-        return max(min(seconds[context]) / min(seconds[0]) - 1, 0.0) / context  # interruptions only lengthen steps
+            return self._target_seconds(Row(request, start, [0], sample=True))
+
+        seconds = least_seconds(after, (0, context))
+        return max(seconds[context] / seconds[0] - 1, 0.0) / context
+
+    def _target_seconds(self, row: Row) -> float:
+        started = time.perf_counter()
+        self._run_target([row], ())
+        return time.perf_counter() - started
 
     def profile_run(self, tokens: int, rows: int) -> None:
         """Run the largest steps, to measure their memory: a prompt of `tokens`, and `rows` rows that sample a token.

@@ -12,7 +12,7 @@ from outrider.request import Request
 from outrider.speculation.adaptive import AdaptiveController
 from outrider.speculation.adaptive.acceptance_model import PRIOR_RATE, DraftRates, Rates, confidence_key
 from outrider.speculation.adaptive.backoff import EXPLORATION_SHARE, MAX_PAUSE, Backoff
-from outrider.speculation.adaptive.latency_model import LatencyCurve, LatencyModel
+from outrider.speculation.adaptive.latency_model import LatencyCurve, LatencyModel, least_seconds
 from outrider.speculation.adaptive.width_search import fastest_widths
 from outrider.types import Draft, SamplingParams
 
@@ -117,6 +117,23 @@ def test_steps_with_drafts_that_were_measured_on_a_faster_machine_do_not_look_ch
     for _ in range(20):
         latency.observe(1, 3, 2 * 1.6)
     assert latency.seconds(1, 3) == pytest.approx(1.6), "a step with drafts is compared with those beside it"
+
+
+def test_steps_that_are_interrupted_at_start_up_do_not_change_the_latency_model() -> None:
+    calls: Counter[int] = Counter()
+
+    def measure(drafted: int) -> float:
+        calls[drafted] += 1
+        return (1 + 0.2 * drafted) * (3 if (sum(calls.values()) * 7) % 5 < 3 else 1)
+
+    latency = LatencyModel()
+    latency.begin(least_seconds(measure, (0, 1, 2, 4)))
+    assert latency.table(1, 4) == pytest.approx([1, 1.2, 1.4, 1.6, 1.8]) and latency.slowdown == 1
+    for _ in range(20):
+        latency.observe(1, 0, 3.0)  # a busy machine after that
+    for _ in range(20):
+        latency.observe(1, 2, 3 * 1.4)
+    assert latency.table(1, 4) == pytest.approx([1, 1.2, 1.4, 1.6, 1.8])
 
 
 def test_long_contexts_are_no_slower_machine() -> None:

@@ -227,6 +227,28 @@ def test_what_a_resumed_drafter_reads_is_counted_as_lost() -> None:
     assert pauses == pytest.approx([0.6 / EXPLORATION_SHARE, 1.6 / EXPLORATION_SHARE], rel=0.05)
 
 
+def test_a_long_prompt_is_not_read_for_an_answer_that_must_be_short() -> None:
+    controller = suspendable(0.1, 0.1)
+    for index in range(4):
+        answer(controller, str(index), accepted=True, reading=6.0)
+    suspended = {}
+    for tokens in (4, 400):
+        request = Request(f"{tokens}", [1] * 20, SamplingParams(max_tokens=tokens), 0, method="m", width=1)
+        controller.begin(request, 20)
+        suspended[tokens] = controller.suspended_steps(request) > 0
+    assert suspended == {4: True, 400: False}
+
+
+def test_a_draft_that_looked_too_long_is_corrected_although_each_probe_resumes_the_drafter() -> None:
+    controller, request = suspendable(0.1, 2.0), Request("r", [1], SamplingParams(), 0, method="m")
+    for _ in range(40):
+        controller.observe_catch_up([request], 1, 0.3, 1)
+    assert controller.draft_latency("m").seconds(1) == pytest.approx(0.3)
+    for _ in range(40):
+        controller.observe_catch_up([request], 1, 3.0, 1)
+    assert controller.draft_latency("m").seconds(1) == pytest.approx(0.3), "a longer call caught up"
+
+
 # ---- in the engine ----
 
 

@@ -20,6 +20,7 @@ from ..errors import UserError
 from ..request import Request, Row
 from ..types import Draft, SamplingParams, SpecStats
 from .adaptive import AdaptiveController
+from .adaptive.latency_model import least_seconds
 from .combined import CombinedDrafter
 from .config import SpeculationPlan, combined_options, method_options
 from .drafters.catch_up import CatchUpBuffers
@@ -325,10 +326,10 @@ class SpeculationManager:
             if not (self.plan.adaptive and (needs.costs_time or needs.has_kv)):
                 continue
             try:
-                for width, calls in ((needs.width, 3), (1, 2), (0, 1)):
-                    for _ in range(calls):  # the first is the warm-up, and the first two may be recorded
-                        seconds = self._profile(name, proposer, width)
-                    self.controller.draft_latency(name).observe(width, seconds)
+                measure = partial(self._profile, name, proposer)
+                measure(needs.width)  # warm-up; the next call may be recorded
+                for width, seconds in least_seconds(measure, (needs.width, 1, 0)).items():
+                    self.controller.observe_draft(name, width, seconds)
             except Exception:  # a permanent fault is reported with the first request
                 log.debug("`%s` failed in its profile run", name, exc_info=True)
 

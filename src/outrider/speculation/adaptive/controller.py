@@ -84,17 +84,20 @@ class AdaptiveController:
         """Suspend the drafter of a new request if its drafts are not expected to pay, and a first probe costs too much.
 
         A text that is not read is probed later, but a drafter without its prompt accepts fewer tokens. So among texts
-        whose drafts do not pay some are read, and an easy one is found at its first token. tokens: of the prompt.
+        whose drafts do not pay some are read, and an easy one is found at its first token. Drafts that pay do not
+        suffice: in an answer that must be short, they save less time than reading a long prompt takes.
+        tokens: of the prompt.
         """
         if request in self._requests or not self.latency.covers(1):
             return
         state, width = self._state(request), request.width
         acceptance, verification = state.rates.acceptance(width), self.latency.table(1, width)
         drafting, history = self._drafting(request, width), state.history
-        if any(fastest_widths([acceptance], verification, drafting, 1)[0]):
+        widths, speed = fastest_widths([acceptance], verification, drafting, 1)
+        reading = state.method.reading.seconds(tokens)  # with the draft; 0 before the first measurement
+        if any(widths) and reading <= request.params.max_tokens * (verification[0] - 1 / speed):
             return
         probe = (drafting[1] + verification[1]) / verification[0] - 1
-        reading = state.method.reading.seconds(tokens)  # with the draft; 0 before the first measurement
         if not reading or (reading + verification[1]) / verification[0] - 1 <= history.budget:
             history.budget = probe  # which `plan` subtracts
         else:
@@ -120,6 +123,8 @@ class AdaptiveController:
         """Count the seconds of a call that resumed drafters, beyond those of a draft, as lost by their probes."""
         if self.latency.covers(batch_size):
             expected = self.draft_latency(requests[0].method).seconds(depth)
+            if seconds < expected * self.latency.slowdown:  # the draft alone takes less still
+                self.observe_draft(requests[0].method, depth, seconds)
             lost = (seconds / self.latency.slowdown - expected) / self.latency.seconds(batch_size, 0)
             for request in requests:
                 self._state(request).charge(max(lost, 0.0) * batch_size / len(requests))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 MEDIAN_OF = 15  # latest measurements of a count: more average out noise, fewer follow a machine that becomes slower
 DIGITS = 5  # binary digits of a count that are told apart: devices pad their rows, and few counts are measured often
 MIN_SECONDS = 1e-9  # avoids a division by zero
+START_UP_ROUNDS = 5  # measurements of a count at start-up: the least of them is not interrupted, also on a busy machine
+START_UP_SECONDS = 0.5  # after which no third round begins: long steps are disturbed less
 RECENT = 5  # latest steps without drafts whose median is the speed of the machine: two of them may be far too long
 
 
@@ -116,6 +119,12 @@ class LatencyModel:
             if self._curves[key].num_measured(rows) >= RECENT:
                 self._measured[batch_size] = key
 
+    def begin(self, seconds: dict[int, float]) -> None:
+        """Begin with the seconds of steps of one request by drafted tokens, without interruptions."""
+        for _ in range(RECENT):
+            for drafted in sorted(seconds):
+                self.observe(1, drafted, seconds[drafted])
+
     def seconds(self, batch_size: int, drafted: int) -> float:
         return self.table(batch_size, drafted)[-1]
 
@@ -125,6 +134,18 @@ class LatencyModel:
 
     def _nearest(self, key: int) -> LatencyCurve:
         return self._curves.get(key) or self._curves[min(self._curves, key=lambda known: abs(known - key))]
+
+
+def least_seconds(measure: Callable[[int], float], counts: Sequence[int]) -> dict[int, float]:
+    """Measure each count several times in turns; return the least seconds, since interruptions only lengthen them.
+
+    At least twice: the first call of a shape may be recorded, which takes longer.
+    """
+    started, least = time.perf_counter(), dict.fromkeys(counts, float("inf"))
+    for number in range(START_UP_ROUNDS):
+        if number < 2 or time.perf_counter() - started < START_UP_SECONDS:
+            least = {count: min(seconds, measure(count)) for count, seconds in least.items()}
+    return least
 
 
 def isotonic(values: Sequence[float]) -> list[tuple[float, int]]:
