@@ -1,4 +1,4 @@
-"""Sampling on CUDA: noise, thresholds, tokens and log-probabilities are those of the reference."""
+"""Sampling on CUDA: noise, tokens and log-probabilities are those of the reference."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from outrider.kernels.cuda import noise
 from outrider.kernels.cuda.device import DEVICE, INTERPRETED
 from outrider.kernels.cuda.processors import count_tokens, process_decode_logits
 from outrider.kernels.cuda.sampling import mask_logits, process_logits, sample, sample_children, top_logprobs
-from outrider.kernels.cuda.thresholds import find_thresholds, is_kept
-from outrider.kernels.reference import sampling as reference_sample
 
 OWN_OPS = {
     "sample": sample,
@@ -99,83 +97,10 @@ def test_noise_equals_philox(stream: int) -> None:
     )
 
 
-@triton.jit
-def _mask(logits, thresholds, last_ids, mask, vocabulary, padded: tl.constexpr):
-    row, token = tl.program_id(0), tl.arange(0, padded)
-    logit = tl.load(logits + row * vocabulary + token, mask=token < vocabulary, other=0.0)
-    kept = is_kept(logit, token, tl.load(thresholds + row), tl.load(last_ids + row))
-    tl.store(mask + row * vocabulary + token, kept.to(tl.uint8), mask=token < vocabulary)
-
-
-def check_limits(logits: Tensor, settings: list[dict[str, float]]) -> None:
-    """Tokens of logit -inf are never drawn: whether they are kept does not matter."""
-    sampling = inputs.make_sampling(settings, seed=0)
-    clean = reference_sample.without_nan(logits)
-    thresholds, last_ids = find_thresholds(logits.to(DEVICE), index(sampling))
-    mask = torch.empty(logits.shape, dtype=torch.uint8, device=DEVICE)
-    rows, vocabulary = logits.shape
-    padded = triton.next_power_of_2(vocabulary)
-    _mask[(rows,)](clean.to(DEVICE), thresholds, last_ids, mask, vocabulary, padded=padded)
-    alive = clean > -inf
-    for row, setting in enumerate(settings):
-        meant = reference_sample.is_allowed(clean[row : row + 1], sampling.take([row]))[0]
-        assert torch.equal(mask[row].bool().cpu() & alive[row], meant & alive[row]), setting
-
-
 def index(sampling: SamplingMetadata) -> SamplingMetadata:
     return replace(
         sampling, **{name: value.to(DEVICE) for name, value in vars(sampling).items() if isinstance(value, Tensor)}
     )
-
-
-RULES: list[dict[str, float]] = [
-    {"top_k": 3},
-    {"top_k": 2060, "temperature": 0.4},
-    {"top_p": 0.0},
-    {"top_p": 0.5, "temperature": 5.0},
-    {"top_p": 0.9999999, "temperature": 1e-3},
-    {"min_p": 0.05},
-    {"min_p": 1.5},
-    {"top_k": 40, "top_p": 0.8, "min_p": 0.02, "temperature": 2.0},
-]
-
-
-KINDS = ("plain", "ties", "equal", "banned", "infinite", "nan", "nothing")
-
-
-@pytest.mark.parametrize(
-    ("kind", "vocabulary"), [*((kind, 65) for kind in KINDS), ("plain", 1), ("ties", 4500), ("equal", 2100)]
-)
-def test_the_threshold_is_the_references(kind: str, vocabulary: int) -> None:
-    random = inputs.generator(vocabulary)
-    logits = 3 * inputs.normal(random, len(RULES), vocabulary)  # [R, V]
-    scattered = torch.rand(logits.shape, generator=random) < 0.3
-    if kind == "ties":
-        logits = logits.round()
-    if kind == "equal":
-        logits = logits * 0  # of both signs
-    if kind == "banned":
-        logits[:, 5:] = -inf
-    if kind == "infinite":
-        logits[scattered], logits[0], logits[1] = inf, inf, logits[1] * 1e38
-    if kind == "nan":
-        logits[scattered] = nan
-    if kind == "nothing":
-        logits[:] = -inf
-    check_limits(logits, RULES)
-
-
-def test_neutral_parameters_keep_all_tokens() -> None:
-    logits = inputs.normal(inputs.generator(1), 5, 33)
-    settings: list[dict[str, float]] = [
-        {},
-        {"temperature": 0.0, "top_k": 2},
-        {"top_k": 33},
-        {"top_k": 99},
-        {"top_k": -1},
-    ]
-    thresholds, _ = find_thresholds(logits.to(DEVICE), index(inputs.make_sampling(settings, seed=0)))
-    assert (thresholds == -(2**31)).all()
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
