@@ -136,22 +136,6 @@ def test_steps_that_are_interrupted_at_start_up_do_not_change_the_latency_model(
     assert latency.table(1, 4) == pytest.approx([1, 1.2, 1.4, 1.6, 1.8])
 
 
-def test_a_machine_that_becomes_faster_during_drafts_does_not_make_them_look_cheap() -> None:
-    latency, drafting = LatencyModel(), LatencyCurve()
-    latency.begin({0: 1.0, 1: 1.4, 3: 2.2})
-    drafting.begin(1, 0.5)
-    for _ in range(8):
-        latency.observe(1, 0, 3.0)  # busy
-    for _ in range(50):
-        latency.observe(1, 1, 1.4)  # no longer busy, and no step without drafts shows it
-        latency.learn(drafting, 1, 0.5)
-    assert latency.table(1, 3) == pytest.approx([1, 1.4, 1.8, 2.2]) and drafting.seconds(1) == pytest.approx(0.5)
-    for _ in range(20):
-        latency.observe(1, 0, 1.0)
-        latency.observe(1, 1, 1.2)
-    assert latency.seconds(1, 1) == pytest.approx(1.2), "a step with drafts beside others is learned"
-
-
 def test_long_contexts_are_no_slower_machine() -> None:
     latency = LatencyModel()
     latency.context_cost = 0.001

@@ -329,7 +329,7 @@ class SpeculationManager:
                 measure = partial(self._profile, name, proposer)
                 measure(needs.width)  # warm-up; the next call may be recorded
                 for width, seconds in least_seconds(measure, (needs.width, 1, 0)).items():
-                    self.controller.draft_latency(name).begin(width, seconds)
+                    self.controller.observe_draft(name, width, seconds)
             except Exception:  # a permanent fault is reported with the first request
                 log.debug("`%s` failed in its profile run", name, exc_info=True)
 

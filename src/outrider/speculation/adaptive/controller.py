@@ -117,7 +117,7 @@ class AdaptiveController:
     def observe_draft(self, method: str, depth: int, seconds: float) -> None:
         """Learn that a call drafted `depth` tokens in `seconds`, unless multi-step runs are timed."""
         if method not in self.multi_step:
-            self.latency.learn(self.draft_latency(method), depth, seconds)
+            self.draft_latency(method).observe(depth, seconds / self.latency.slowdown)
 
     def observe_catch_up(self, requests: Sequence[Request], depth: int, seconds: float, batch_size: int) -> None:
         """Count the seconds of a call that resumed drafters, beyond those of a draft, as lost by their probes."""

@@ -27,12 +27,6 @@ class LatencyCurve:
         self._shape: dict[int, float] = {}  # predicted counts: seconds in proportion to the first of them
         self._table: list[float] = []  # seconds by count, as far as they were asked for
 
-    def begin(self, count: int, seconds: float) -> None:
-        """Begin with a measurement that was not interrupted: a few later ones do not change it."""
-        key = _round_up(count)
-        self._samples[key] = deque([seconds] * MEDIAN_OF, MEDIAN_OF)
-        self._medians[key], self._table = seconds, []
-
     def observe(self, count: int, seconds: float) -> None:
         """Learn from a measurement. The prediction counts as an earlier one, since the first may be far too long."""
         if (key := _round_up(count)) not in self._samples:
@@ -94,7 +88,6 @@ class LatencyModel:
     def __init__(self) -> None:
         self._curves: dict[int, LatencyCurve] = {}
         self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT)  # steps without drafts: curve and seconds
-        self._streak = 0  # steps with drafts since the last step without
         self._measured: dict[int, int] = {}  # batch sizes whose steps without drafts were measured often enough: curve
         self.context_cost = 0.0  # what each token of the context adds to a step, in proportion to an empty context
 
@@ -110,19 +103,9 @@ class LatencyModel:
         ratios = sorted(seconds / self._curves[key].seconds(key) for key, seconds in self._recent)
         return max(ratios[(len(ratios) - 1) // 2], MIN_SECONDS)
 
-    def learn(self, curve: LatencyCurve, count: int, seconds: float) -> None:
-        """Learn the seconds of a step with drafts, or of a draft.
-
-        After many steps with drafts the speed of the machine is not known: if it became faster, drafts would look
-        cheaper. So a count that was measured often is learned only shortly after a step without drafts.
-        """
-        if self._streak <= RECENT or curve.num_measured(count) < RECENT:
-            curve.observe(count, seconds / self.slowdown)
-
     def observe(self, batch_size: int, drafted: int, seconds: float, context: float = 0.0) -> None:
         """Learn from a step. context: mean tokens before those of the step."""
         seconds /= 1 + self.context_cost * context
-        self._streak = self._streak + 1 if drafted else 0
         if not drafted and batch_size in self._measured:  # most steps are such: do nothing else for them
             self._recent.append((self._measured[batch_size], seconds))
             return
@@ -130,7 +113,7 @@ class LatencyModel:
         if not self.covers(batch_size):
             self._curves[key] = self._nearest(key).copy(rows) if self._curves else LatencyCurve()
         if drafted or self._curves[key].num_measured(rows) < RECENT:
-            self.learn(self._curves[key], rows, seconds)
+            self._curves[key].observe(rows, seconds / self.slowdown)
         if not drafted:  # the first ones are the unit of the slowdown, and do not change after that
             self._recent.append((key, seconds))
             if self._curves[key].num_measured(rows) >= RECENT:
@@ -138,9 +121,9 @@ class LatencyModel:
 
     def begin(self, seconds: dict[int, float]) -> None:
         """Begin with the seconds of steps of one request by drafted tokens, without interruptions."""
-        curve = self._curves[1] = LatencyCurve()
-        for drafted, least in seconds.items():
-            curve.begin(1 + drafted, least)
+        for _ in range(RECENT):
+            for drafted in sorted(seconds):
+                self.observe(1, drafted, seconds[drafted])
 
     def seconds(self, batch_size: int, drafted: int) -> float:
         return self.table(batch_size, drafted)[-1]
