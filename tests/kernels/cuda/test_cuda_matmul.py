@@ -12,9 +12,9 @@ from outrider.kernels import Activation, Weight, cuda, reference
 from outrider.kernels.cases import CASES, Case, difference, inputs, layers
 from outrider.kernels.cases.case import LOOSE
 from outrider.kernels.cases.inputs import Shape
-from outrider.kernels.cuda import matmul, matrices, pointwise, quantized_matmul
+from outrider.kernels.cuda import epilogue, matmul, matrices, pointwise, quantized_matmul
 from outrider.kernels.cuda.device import DEVICE
-from outrider.kernels.cuda.epilogue import Biases, Tiling
+from outrider.kernels.cuda.epilogue import Biases, Tiling, fitting_stages
 from outrider.kernels.cuda.matrices import Matrix
 from outrider.kernels.quantization import FORMATS, dequantize
 
@@ -298,3 +298,23 @@ def test_scales_of_fp8_are_stored_once(period: int, groups: int, has_channel: bo
     assert (packed.groups, packed.channel is not None) == (groups, has_channel)
     x = normal(1, 3, 512)
     assert near(matmul.linear(x, packed), x.cpu() @ dequantize(stored).T, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns", "gated", "stages"),
+    [
+        ("bf16", 128, False, 5),
+        ("bf16", 128, True, 3),
+        ("f32", 64, True, 3),
+        ("q8_0", 128, False, 6),
+        ("q4_1", 512, True, 2),
+    ],
+)
+def test_pipelines_fit_99_kib_of_shared_memory(
+    kind: str, columns: int, gated: bool, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is what a program may use on GPUs of compute capability 8.6, 8.9 and 12.0."""
+    tile, packed = Tiling(64, columns, 4, 6), cuda.matrix(weight(kind, 128, 1024))
+    assert fitting_stages(tile, packed, packed.compute, gated) == 6
+    monkeypatch.setattr(epilogue, "shared_memory", lambda: 99 << 10)
+    assert fitting_stages(tile, packed, packed.compute, gated) == stages

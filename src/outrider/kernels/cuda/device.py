@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 from triton.language.extra import cuda
+from triton.runtime import driver
 
 from ..compilations import COMPILATIONS
 
@@ -56,6 +58,15 @@ def record(run: Callable[[Any], None]) -> Any | None:
 def on_device(values: Tensor | None) -> Tensor | None:
     """Copy a norm weight, a bias or a table to the device as fp32; one that is there already is shared."""
     return None if values is None else values.to(DEVICE, torch.float32).contiguous()
+
+
+@cache
+def shared_memory() -> int:
+    """Return the bytes of shared memory that a program may use: 99 KiB to 227 KiB; no limit in the interpreter."""
+    if INTERPRETED:
+        return 1 << 62
+    found = driver.active.utils.get_device_properties(driver.active.get_current_device())
+    return int(found["max_shared_mem"])
 
 
 @triton.jit

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .device import rounded
+from .device import rounded, shared_memory
+from .matrices import PER_WORD, Matrix
 from .pointwise import apply_gate
 
 ROWS = 16  # rows of activations per program: one tensor-core tile, so that 1 and 16 rows cost the same
@@ -40,6 +42,24 @@ class SplitK(NamedTuple):
 
     scratch: Tensor | None  # [programs, numbers of a program] f32
     counters: Tensor | None  # [tiles] int32, all 0 before and after
+
+
+def fitting_stages(tile: Tiling, matrix: Matrix, states: torch.dtype, gated: bool) -> int:
+    """Return the stages of a tiling, or fewer if the shared memory of the GPU is too small for them.
+
+    Each stage but the last has a buffer for what an iteration reads: `tile.columns` of the states, of dtype `states`,
+    and of the matrix. The number of stages changes no result.
+    """
+    buffer = tile.columns * tile.rows * states.itemsize  # bytes
+    if matrix.kind == "float":
+        line = tile.columns * matrix.data.element_size()  # bytes of a row of the matrix
+        buffer += tile.columns * torch.float32.itemsize  # of a norm weight
+    else:
+        line = tile.columns // PER_WORD[matrix.kind] * matrix.data.element_size()
+        if matrix.scales is not None:
+            line += tile.columns // matrix.chunk * matrix.groups * matrix.scales.element_size()
+    buffer += line * tile.outputs * (2 if gated else 1)
+    return min(tile.stages, 1 + shared_memory() // buffer)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..structures import Activation
 from . import quantized_matmul
 from .device import INTERPRETED, LAUNCH, fetch, multiply, rounded, wait
-from .epilogue import ROWS, Biases, SplitK, Tiling, finish
+from .epilogue import ROWS, Biases, SplitK, Tiling, finish, fitting_stages
 from .matrices import Matrix
 from .pointwise import dequantized_rows, gate, rms_norm
 
@@ -214,7 +214,7 @@ def launch(
         operation=Operation(matrix.shape[1], DTYPES[matrix.compute], activation, add),
         shape=TileShape(tile.rows, tile.outputs, tile.columns, tile.parts, tile.ahead, tile.slices),
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=fitting_stages(tile, matrix, x.dtype, activation is not None),
         **LAUNCH,
     )
 

@@ -8,7 +8,7 @@ experts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..structures import Activation, MoeWeights
 from .device import DEVICE, INTERPRETED, LAUNCH, loop_bound, on_device, rounded, wait
-from .epilogue import ROWS, Tiling
+from .epilogue import ROWS, Tiling, fitting_stages
 from .matmul import DTYPES, Operation, gated_matmul, matmul
 from .matmul import _add_matmul as add_matmul
 from .matmul import _read_tiles as read_tiles
@@ -224,6 +224,7 @@ def _grouped(
     rows = ROWS if few else WIDE_ROWS
     grid = (triton.cdiv(tokens, rows), triton.cdiv(outputs, tile.outputs), groups.counts.shape[0])
     columns = tile.columns if matrix.kind == "float" else PADDED
+    tile = replace(tile, rows=rows, columns=columns)
     grouped_tile[grid](
         x,
         Words(matrix.data, matrix.scales, matrix.channel),
@@ -242,7 +243,7 @@ def _grouped(
         output_block=tile.outputs,
         column_block=columns,
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=fitting_stages(tile, matrix, x.dtype, activation is not None),
         **LAUNCH,
     )
 

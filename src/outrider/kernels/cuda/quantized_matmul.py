@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..structures import Activation
 from .device import EMULATED, INTERPRETED, LAUNCH, fetch, loop_bound, multiply, rounded, wait
-from .epilogue import ROWS, Biases, SplitK, Tiling, finish
+from .epilogue import ROWS, Biases, SplitK, Tiling, finish, fitting_stages
 from .matrices import MOST_TILES, PADDED, PER_WORD, Matrix
 from .tables import looked_up_nibbles
 
@@ -166,7 +166,7 @@ def launch(
         activation=activation,
         add=add,
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=fitting_stages(tile, matrix, x.dtype, activation is not None),
         **LAUNCH,
     )
 

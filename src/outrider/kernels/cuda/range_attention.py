@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..structures import AttentionRanges
-from .device import loop_bound, multiply, rounded
+from .device import loop_bound, multiply, rounded, shared_memory
 
 BEYOND: tl.constexpr = tl.constexpr(2**31 - 1)
 LEAST: tl.constexpr = tl.constexpr(-1e30)  # initial maximum: finite, so that its distance to -inf is defined
@@ -57,6 +57,7 @@ FORWARD = AttentionTiling(64, 64, 4, 3)
 BY_QUERIES = AttentionTiling(64, 64, 4, 2)
 BY_KEYS = AttentionTiling(64, 64, 4, 2)
 BY_OWN_KEYS = AttentionTiling(16, 64, 4, 1)  # few queries attend to a tile of them
+LEAST_TILE = 16  # queries, keys or columns: tensor cores need it
 SCAN = 1024  # ranges of queries that are read at a time
 
 
@@ -97,7 +98,8 @@ class _Ranges(torch.autograd.Function):
         (rows, count, heads, size), length = query.shape, keys.shape[1]
         out = torch.empty(rows, count, heads * size, dtype=query.dtype, device=query.device)
         logsums = torch.empty(rows, heads, count, dtype=torch.float32, device=query.device)
-        forward[(triton.cdiv(count, FORWARD.queries), heads, rows)](
+        tiling = _fitting(FORWARD, query)
+        forward[(triton.cdiv(count, tiling.queries), heads, rows)](
             query,
             KeySet(keys, values, begins, ends),
             KeySet(*own),
@@ -106,7 +108,7 @@ class _Ranges(torch.autograd.Function):
             count,
             length,
             0 if own[0] is None else own[0].shape[1],
-            **_sizes(query, keys, FORWARD),
+            **_sizes(query, keys, tiling),
         )
         ctx.save_for_backward(query, keys, values, begins, ends, *own, out, logsums)
         return out
@@ -118,7 +120,8 @@ class _Ranges(torch.autograd.Function):
         (rows, count, heads, _), length = query.shape, keys.shape[1]
         by_out = by_out.contiguous()
         by_query, inner = torch.empty_like(query), torch.empty_like(logsums)
-        by_queries[(triton.cdiv(count, BY_QUERIES.queries), heads, rows)](
+        tiling = _fitting(BY_QUERIES, query)
+        by_queries[(triton.cdiv(count, tiling.queries), heads, rows)](
             query,
             KeySet(keys, values, begins, ends),
             KeySet(*own),
@@ -130,7 +133,7 @@ class _Ranges(torch.autograd.Function):
             count,
             length,
             0 if own[0] is None else own[0].shape[1],
-            **_sizes(query, keys, BY_QUERIES),
+            **_sizes(query, keys, tiling),
         )
         known = by_out, logsums, inner
         by_common = _keys(BY_KEYS, *known, query, keys, values, begins, ends)
@@ -153,6 +156,7 @@ def _keys(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of one set of keys and its values, [B, M, G, D] each."""
     rows, length, groups, _ = keys.shape
+    tiling = _fitting(tiling, query)
     for_keys, for_values = torch.empty_like(keys), torch.empty_like(values)
     by_keys[(triton.cdiv(length, tiling.keys), groups, rows)](
         query,
@@ -170,6 +174,28 @@ def _keys(
     return for_keys, for_values
 
 
+def _fitting(tiling: AttentionTiling, query: Tensor) -> AttentionTiling:
+    """Return the tiling, or one with fewer stages or smaller tiles if the shared memory of the GPU is too small for it.
+
+    It holds tiles of queries, of their gradients, of keys and of values, and one of scores.
+    """
+    line = _padded(query.shape[3]) * query.element_size()  # bytes of a head
+    while True:
+        queries, keys, _, stages = tiling
+        lines = 2 * queries + 2 * keys * max(stages - 1, 1)
+        if lines * line + 4 * queries * keys + SCAN <= shared_memory() or max(queries, keys) <= LEAST_TILE:
+            return tiling
+        if stages > 2:
+            tiling = tiling._replace(stages=stages - 1)
+        else:
+            tiling = tiling._replace(queries=max(queries // 2, LEAST_TILE), keys=max(keys // 2, LEAST_TILE))
+
+
+def _padded(size: int) -> int:
+    """Return the power of two that covers the size of a head."""
+    return int(max(triton.next_power_of_2(size), LEAST_TILE))
+
+
 def _whole(*tensors: Any) -> tuple[Any, ...]:
     return tuple(None if tensor is None else tensor.contiguous() for tensor in tensors)
 
@@ -178,7 +204,7 @@ def _sizes(query: Tensor, keys: Tensor, tiling: AttentionTiling) -> dict[str, An
     heads, size = query.shape[2:]
     return {
         "scale": size**-0.5,
-        "sizes": Sizes(heads, keys.shape[2], size, max(triton.next_power_of_2(size), 16), tiling.queries, tiling.keys),
+        "sizes": Sizes(heads, keys.shape[2], size, _padded(size), tiling.queries, tiling.keys),
         "num_warps": tiling.warps,
         "num_stages": tiling.stages,
     }
