@@ -10,7 +10,7 @@ matrix alone. Quantized matrices: see quantized_matmul.py.
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -112,12 +112,10 @@ def matmul(
     if _is_fused(x.shape[0], matrix):
         _launch_fused(x, matrix, norm, eps, Biases(bias, None), target, None, add is not None)
         return target
-    states = _normed(x, norm, eps, matrix.compute)  # [T, K]
-    found = torch.empty_like(target) if add is not None else target
-    _multiply(states, matrix, found)
+    _multiply(_normed(x, norm, eps, matrix.compute), matrix, target, add is not None)
     if bias is not None:
-        found += bias
-    return target.add_(found) if add is not None else target
+        target += bias
+    return target
 
 
 def gated_matmul(
@@ -223,27 +221,36 @@ def _normed(x: Tensor, norm: Tensor | None, eps: float, dtype: torch.dtype) -> T
     return x.to(dtype) if norm is None else rms_norm(x, norm, eps, dtype)
 
 
-def _multiply(x: Tensor, matrix: Matrix, out: Tensor) -> None:
-    """Write x [T, K] times the transposed matrix to out [T, N]; a quantized matrix is dequantized in parts."""
+def _multiply(x: Tensor, matrix: Matrix, out: Tensor, add: bool = False) -> None:
+    """Write x [T, K] times the transposed matrix to out [T, N], or add it there.
+
+    A quantized matrix is dequantized in parts.
+    """
     outputs, columns = matrix.shape
     step = outputs if matrix.kind == "float" else max(EXPANDED // columns, 1)
     if step >= outputs:
-        _cublas(x, dequantized_rows(matrix, 0, outputs), out)
+        _cublas(x, dequantized_rows(matrix, 0, outputs), out, add)
         return
     for first in range(0, outputs, step):
         last = min(first + step, outputs)
         part = torch.empty(x.shape[0], last - first, dtype=out.dtype, device=x.device)  # [T, part of N]
         _cublas(x, dequantized_rows(matrix, first, last), part)
-        out[:, first:last] = part
+        if add:
+            out[:, first:last] += part
+        else:
+            out[:, first:last] = part
 
 
-def _cublas(x: Tensor, weights: Tensor, out: Tensor) -> None:
+def _cublas(x: Tensor, weights: Tensor, out: Tensor, add: bool = False) -> None:
     if INTERPRETED:  # on the CPU, torch has no 16-bit matmul with an fp32 result
-        out.copy_(x.float() @ weights.T.float())
-    elif x.dtype == out.dtype:
-        torch.mm(x, weights.T, out=out)
+        found = x.float() @ weights.T.float()
+        out.copy_(out + found if add else found)
+        return
+    precision: dict[str, Any] = {} if x.dtype == out.dtype else {"out_dtype": out.dtype}
+    if add:
+        torch.addmm(out, x, weights.T, out=out, **precision)
     else:
-        torch.mm(x, weights.T, out_dtype=out.dtype, out=out)
+        torch.mm(x, weights.T, out=out, **precision)
 
 
 # One binary for any number of rows, so that a row's result does not depend on it.
