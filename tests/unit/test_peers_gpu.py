@@ -95,3 +95,17 @@ def test_our_worker_is_given_the_backend() -> None:
 def test_random_shapes_are_refused_on_the_cpu() -> None:
     with pytest.raises(UserError, match="which no peer can read on the CPU"):
         export.checked("random/tiny")
+
+
+@pytest.mark.parametrize(("backend", "again"), [("cpu", 1), ("cuda", 0)])
+def test_a_gpu_has_no_memory_for_another_start(backend: str, again: int) -> None:
+    started: list[str] = []
+
+    def start(way: str, *arguments: Any) -> SimpleNamespace:
+        started.append(way)
+        return SimpleNamespace(close=lambda: None)
+
+    race: Any = SimpleNamespace(config=measure.PeersConfig(backend=backend), sets={})
+    run: Any = SimpleNamespace(starts=[1.0], start=start)
+    measure.start_again(race, run)
+    assert len(started) == again

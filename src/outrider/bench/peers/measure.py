@@ -346,8 +346,8 @@ def after_first_token(
 
 
 def start_again(race: PeerBenchmark, entrant: PeerRun) -> None:
-    """Time another start of a peer that starts quickly."""
-    if entrant.starts[-1] < QUICK:
+    """Time another start of a peer that starts quickly. A GPU has no memory for one more process."""
+    if race.config.backend == "cpu" and entrant.starts[-1] < QUICK:
         entrant.start("plain", race.config, race.sets).close()
 
 
