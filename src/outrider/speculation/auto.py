@@ -38,7 +38,7 @@ class Candidate:
 
 # cpu: two cores of Neoverse-N1, for heads the lower figure of it and of two threads of a Xeon with AMX. cuda: an H200.
 # `suffix` is no candidate, although it is as fast as `ngram`: it drafts from the answers of other requests, and a
-# client that asks for a trace sees all drafts. On a GPU, lookups were not measured; they prevent multi-step runs.
+# client that asks for a trace sees all drafts. On a GPU, lookups were not measured.
 CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
     "cpu": (
         Candidate("ngram", 1.04),
