@@ -122,6 +122,7 @@ class Sampler:
             min_p=upload([p.min_p for p in params], torch.float32),
             seeds=upload([request.seed for request in requests], torch.int64),
             positions=self._positions.tensor,
+            greedy=all(p.temperature == 0 for p in params),
         )
         self._has_grammar = any(request.grammar is not None for request in requests)
         self._has_processors = any(needs_processors(request) for request in requests)

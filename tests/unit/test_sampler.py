@@ -43,6 +43,13 @@ def test_no_changes_for_plain_requests() -> None:
     assert build_processors([row(request()), row(request([3]), Draft([4, 5]))], Cpu()) is None
 
 
+def test_steps_without_a_temperature_are_known_to_be_greedy() -> None:
+    sampler = Sampler(reference, Cpu(), 8)
+    greedy, sampled = request(), request(temperature=0.1)
+    for requests, expected in (([greedy, greedy], True), ([greedy, sampled], False), ([greedy], True)):
+        assert sampler.prepare([row(each) for each in requests]).sampling.greedy == expected
+
+
 def test_repetition_counts_prompt_and_output_the_others_only_output() -> None:
     assert changes_after(request([5, 5], repetition_penalty=2.0)) == {1: (2, 0), 2: (2, 0), 5: (2, 0)}
     assert changes_after(request([5, 5, 6], presence_penalty=1.0, frequency_penalty=0.5)) == {5: (1, -2), 6: (1, -1.5)}

@@ -108,7 +108,8 @@ class DraftSampler:
             upload = self.device.upload
             zeros, floats = upload([0] * rows, torch.int32), upload([0.0] * rows, torch.float32)
             seeds = upload([0] * rows, torch.int64)
-            self._greedy[rows] = SamplingMetadata(floats, zeros, torch.ones_like(floats), floats, seeds, zeros)
+            ones = torch.ones_like(floats)
+            self._greedy[rows] = SamplingMetadata(floats, zeros, ones, floats, seeds, zeros, greedy=True)
         return self._greedy[rows]
 
     def adapt(self, sampling: SamplingMetadata, lengths: Tensor) -> SamplingMetadata:
