@@ -59,6 +59,10 @@ def test_drafts_that_are_not_sampled_are_the_argmax(ops: Kernels) -> None:
         assert found.tolist() == LOGITS.argmax(-1).tolist()
 
 
+def test_drafts_without_noise_are_known_to_be_greedy(ops: Kernels) -> None:
+    assert sampler(ops, sampled=False).greedy_sampling(3).greedy
+
+
 def test_requests_at_temperature_zero_get_the_argmax(ops: Kernels) -> None:
     for coupled in (True, False):
         assert (

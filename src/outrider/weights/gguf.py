@@ -110,7 +110,7 @@ YARN_KEYS = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta
 LONG_ROPE = {"rope_factors_short.weight": "short_factor", "rope_factors_long.weight": "long_factor"}
 ROPE_FACTORS = "rope_freqs.weight"  # the scaling of Llama 3: divisors of the frequencies, in any context
 OUTRIDER_PREFIX = "outrider."  # metadata keys with this prefix are keys of config.json
-MODEL_OF_MODULES = 1024  # most layers of a model whose file may have MTP modules alone; no published one has more
+MAX_LAYERS = 1024  # of a model whose file may hold its MTP modules alone; no published one has more
 SMOLLM3_PATTERN = 4  # every fourth layer has no rotary embedding
 
 
@@ -231,7 +231,7 @@ class GgufFields:
 
     def layers(self) -> int:
         blocks, modules = self.count("block_count"), self.modules
-        if blocks > (MODEL_OF_MODULES if modules else len(self.tensors)):
+        if blocks > (MAX_LAYERS if modules else len(self.tensors)):
             raise UserError(f"`{self.path}` claims {blocks} layers, but has only {len(self.tensors)} tensors")
         if modules >= blocks:
             raise UserError(f"`{self.path}` claims {modules} modules among {blocks} layers: fetch it again")
