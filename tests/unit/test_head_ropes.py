@@ -167,6 +167,15 @@ def test_rope_factors_beside_another_scaling(tmp_path: Path) -> None:
     assert "`yarn` and the tensor `rope_freqs.weight`" in refusal(lambda: open_checkpoint(yarn))
 
 
+@pytest.mark.parametrize("change_factors", [lambda factors: factors[:-1], lambda factors: factors * 0])
+def test_damaged_rope_factors_are_refused_by_name(change_factors: Callable[[Any], Any], tmp_path: Path) -> None:
+    def damage(tensors: Any, _: Any) -> None:
+        tensors["rope_freqs.weight"] = change_factors(tensors["rope_freqs.weight"])
+
+    path = edited("llama3-rope", tmp_path / "m.gguf", damage)
+    assert "the tensor `rope_freqs.weight` of" in refusal(lambda: open_checkpoint(path))
+
+
 def test_a_rope_for_heads_of_another_size(tmp_path: Path) -> None:
     partial, long = (read_config(tiny.checkpoint(name).config) for name in ("phi3", "phi3-long"))
     plan = tiny_heads.Plan(heads=2, kv_heads=2, head_dim=32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -323,6 +324,11 @@ def llama3_rope(fields: GgufFields, config: Mapping[str, Any], factors: Stored) 
             "not supported: fetch another conversion"
         )
     divisors = [value * stated["factor"] for value in factors.data.float().flatten().tolist()]
+    count = fields.count("rope.dimension_count", default=config["head_dim"]) // 2
+    if len(divisors) != count or not all(0 < value < math.inf for value in divisors):
+        raise UserError(
+            f"the tensor `{ROPE_FACTORS}` of `{fields.path}` does not hold {count} positive numbers: fetch it again"
+        )
     return {
         "rope_type": "longrope",
         "short_factor": divisors,
