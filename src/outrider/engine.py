@@ -27,7 +27,8 @@ from .request import Request, RowResult, Step
 from .runner import Runner
 from .scheduler import Scheduler
 from .speculation import Target
-from .speculation.auto import resolve
+from .speculation.auto import choose, is_auto
+from .speculation.checkpoints import has_modules
 from .speculation.config import SpeculationPlan, parse
 from .speculation.manager import SpeculationManager
 from .structured_output.compiler import Compiler
@@ -61,11 +62,15 @@ class Engine:
         configuration.check(config)
         config = replace(config, model=with_revision(str(config.model), config.revision))
         backend = choose_backend(config.backend)
-        speculate = resolve(config.speculate, str(config.model), backend, config.always_draft)
-        speculation = parse(speculate, config.speculative_config, config.always_draft)
+        auto = is_auto(config.speculate)
+        if not auto:  # refuse a wrong method before the model is downloaded
+            speculation = parse(config.speculate, config.speculative_config, config.always_draft)
         self.device = open_device(backend)
         self.ops = load(backend, config.threads, config.deterministic, config.activations)
         checkpoint = open_checkpoint(config.model, progress, self.device.torch_device)
+        if auto:
+            speculate = choose(str(config.model), backend, has_modules(checkpoint), config.always_draft)
+            speculation = parse(speculate, config.speculative_config, config.always_draft)
         config = replace(config, quantize=resolve_quantize(config.quantize, checkpoint.path))
         self.tokenizer = Tokenizer.open(checkpoint.tokenizer_source)
         lora = LoraLayers(self.ops, config.max_loras, config.max_lora_rank) if uses_lora(config) else None

@@ -8,6 +8,7 @@ import re
 import pytest
 
 import tiny_lora
+import tiny_modules
 from outrider import LLM, SamplingParams
 from outrider.speculation.auto import choose
 
@@ -156,6 +157,12 @@ def test_auto_is_the_default_and_changes_nothing_but_the_steps(outrider, model, 
     line = f"drafting: {body['stats']['method']}, chosen by auto; `--speculate none` is plain decoding\n"
     assert outrider(*common, *asked).stderr.startswith(line)
     assert "drafting" not in outrider(*common, "--speculate", "none").stderr
+
+
+def test_auto_names_the_modules_of_the_model(outrider, tmp_path) -> None:
+    model = tiny_modules.inside(tiny_modules.ModulePlan(), tmp_path / "model", "qwen")
+    first, _, _ = outrider("generate", "ab", "-m", model, "--max-tokens", 4, "--backend", "cpu").stderr.partition("\n")
+    assert first.startswith("drafting: mtp") and first.endswith("chosen by auto; `--speculate none` is plain decoding")
 
 
 def test_auto_says_if_it_knows_no_method(outrider, model) -> None:

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from outrider import LLM, UserError, catalog
+import tiny_gguf
+import tiny_hybrids
+import tiny_modules
+from outrider import LLM, SamplingParams, UserError, catalog
 from outrider.catalog import shipped
 from outrider.speculation import auto
 from outrider.speculation.auto import Candidate, choose
@@ -32,6 +35,11 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_the_fastest_method_that_the_model_has_is_chosen(measured: None) -> None:
     assert choose("smollm2-135m", "cpu") == "eagle3"
     assert choose("./some-model.gguf", "cpu") == "ngram"
+
+
+def test_modules_are_chosen_only_for_a_model_that_has_them() -> None:
+    for backend in ("cpu", "cuda"):
+        assert choose("./some-model.gguf", backend, modules=True) == "mtp" != choose("./some-model.gguf", backend)
 
 
 def test_nothing_is_chosen_where_nothing_was_measured_faster(measured: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,13 +76,13 @@ def test_the_shipped_figures_name_methods_and_models_that_exist() -> None:
 
 
 @pytest.mark.parametrize("given", ["none", "ngram:width=3", " suffix+eagle3 ", "auto.method", "my.auto:x=1"])
-def test_other_specifications_stay_as_they_are(given: str) -> None:
-    assert auto.resolve(given, "smollm2-135m", "cpu") == given
+def test_a_named_method_is_not_replaced(given: str) -> None:
+    assert not auto.is_auto(given)
 
 
 def test_options_of_auto_are_refused() -> None:
     with pytest.raises(UserError, match=r"`auto:width=4`.*name a method"):
-        auto.resolve("auto:width=4", "smollm2-135m", "cpu")
+        auto.is_auto("auto:width=4")
 
 
 def test_the_python_api_decodes_plainly_unless_asked(tiny_folder) -> None:
@@ -87,3 +95,24 @@ def test_the_python_api_decodes_plainly_unless_asked(tiny_folder) -> None:
 def test_auto_beside_a_speculative_config_is_refused(tiny_folder) -> None:
     with pytest.raises(UserError, match="both given"):
         LLM(str(tiny_folder()), backend="cpu", speculate="auto", speculative_config={"method": "ngram"})
+
+
+FILES = ("qwen3-next-moe.gguf", "qwen3.5-moe.gguf")
+
+
+@pytest.mark.parametrize("source", [*tiny_hybrids.TARGETS, *FILES, "multimodal", "deepseek", "qwen", "mimo"])
+def test_modules_in_the_checkpoint_are_used(source: str, tmp_path: Path) -> None:
+    if source in FILES:
+        model = tiny_gguf.write(source.removesuffix(".gguf"), tmp_path / source, module="inside")
+    elif source == "multimodal":
+        model = tiny_hybrids.multimodal("qwen3.5", tmp_path)
+    elif source in tiny_hybrids.TARGETS:
+        model = tiny_hybrids.inside(source, tmp_path)
+    else:
+        model = tiny_modules.inside(tiny_modules.ModulePlan(), tmp_path, source)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    llm = LLM(str(model), backend="cpu", speculate="auto")
+    (found,) = llm.generate(["The quick brown fox"], params)
+    assert found.stats.method == "mtp" and llm.engine.spec_manager.plan.adaptive
+    (plain,) = LLM(str(model), backend="cpu").generate(["The quick brown fox"], params)
+    assert found.completions[0].token_ids == plain.completions[0].token_ids

@@ -198,12 +198,15 @@ def peers(
     from ..bench.peers import export, measure, registry, report
     from ..diagnostics.machine import usable_cores
     from ..speculation import auto
+    from ..speculation.checkpoints import has_modules
     from ..speculation.config import parse
     from ..tokenizer import Tokenizer
 
     if backend not in ("cpu", "cuda"):
         raise UserError(f"`--backend` is `{backend}`: pass cpu or cuda")
-    method = registry.forgetful(auto.resolve(speculate or auto.AUTO, model, backend))
+    if speculate is None or auto.is_auto(speculate):
+        speculate = auto.choose(model, backend, has_modules(export.checked(model, backend)))
+    method = registry.forgetful(speculate)
     parse(method)  # refuse a bad specification before installing anything
     chosen = [registry.ours(method), *registry.choose(peer or [], backend)]
     sizes = options.numbers("--batch", batch)

@@ -85,6 +85,7 @@ def _describe_files(name: str, path: Path) -> dict[str, Any]:
     entry = catalog.CATALOG.get(name)
     record = read_record(path) if path.is_file() else _hub_record(name, path)
     metadata = _metadata(path)
+    modules = has_modules(checkpoint)
     return {
         "name": name,
         "pulled": catalog.find(name) is not None,
@@ -115,9 +116,9 @@ def _describe_files(name: str, path: Path) -> dict[str, Any]:
             "kv_dtype": dtype,
             **_states(config),
         },
-        "heads": [*shipped.methods_for(name), *(["mtp"] if has_modules(path) else [])],
+        "heads": [*shipped.methods_for(name), *(["mtp"] if modules else [])],
         "trainable": config.recurrent is None,
-        "drafter": _drafter(name),
+        "drafter": _drafter(name, modules),
     }
 
 
@@ -131,9 +132,9 @@ def _states(config: ModelConfig) -> dict[str, int]:
     return {"state_bytes_per_request": shape.slot_bytes}
 
 
-def _drafter(name: str) -> dict[str, str]:
+def _drafter(name: str, modules: bool = False) -> dict[str, str]:
     backend = choose_backend("auto")
-    return {"backend": backend, "speculate": choose(name, backend)}
+    return {"backend": backend, "speculate": choose(name, backend, modules)}
 
 
 def _metadata(path: Path) -> dict[str, Any]:

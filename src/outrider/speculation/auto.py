@@ -1,8 +1,8 @@
-"""Choose the method of `speculate="auto"`: the fastest one that was measured on this backend and that the model has.
+"""Choose the method of `speculate="auto"`: by its figure the fastest one on this backend that the model has.
 
-The figures below decide, not the order of the lines. A method that was not measured faster than plain decoding on a
-backend is never chosen there. If a kernel or a drafter changes, measure again (`outrider bench speculation`) and change
-the figures; docs/choose.md repeats them.
+The figures below decide, not the order of the lines. A method whose figure is not above plain decoding on a backend is
+never chosen there. If a kernel or a drafter changes, measure again (`outrider bench speculation`) and change the
+figures; docs/choose.md repeats them.
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ AUTO, PLAIN = "auto", "none"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A method and its measured speed. It needs nothing, a shipped head (`ships`), or a pulled draft model."""
+    """A method and its speed. It needs nothing, a shipped head, MTP modules, or a pulled draft model."""
 
     method: str
     speed: float  # of plain decoding; batch 1, greedy, adaptive width, mean of the prompt sets
-    ships: bool = False
+    ships: bool = False  # it needs a shipped head
+    inside: bool = False  # it needs MTP modules in the checkpoint of the model
     target: str = ""  # catalog name of the model that `draft_model` was measured with
     draft_model: str = ""  # catalog name
 
-    def specification(self, model: str) -> str | None:
+    def specification(self, model: str, modules: bool) -> str | None:
         """Return the method as `speculate` names it; None if `model` does not have what it needs."""
+        if self.inside:
+            return self.method if modules else None
         if self.draft_model:
             usable = _is_catalog_model(model, self.target) and catalog.is_pulled(self.draft_model)
             return f"{self.method}:model={self.draft_model}" if usable else None
@@ -38,39 +41,41 @@ class Candidate:
 
 # cpu: two cores of Neoverse-N1, for heads the lower figure of it and of two threads of a Xeon with AMX. cuda: an H200.
 # `suffix` is no candidate, although it is as fast as `ngram`: it drafts from the answers of other requests, and a
-# client that asks for a trace sees all drafts. On a GPU, lookups were not measured.
+# client that asks for a trace sees all drafts. On a GPU, lookups were not measured. `mtp`: the figures of other engines
+# (CPU: OpenVINO; GPU: SGLang, DeepSeek-R1), because no checkpoint with trained modules was at hand.
 CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
     "cpu": (
+        Candidate("mtp", 1.28, inside=True),
         Candidate("ngram", 1.04),
         Candidate("eagle3", 0.97, ships=True),
         Candidate("dspark", 0.96, ships=True),
         Candidate("draft_model", 0.978, target="qwen2.5-coder-1.5b", draft_model="qwen2.5-coder-0.5b"),
     ),
     "cuda": (
+        Candidate("mtp", 1.76, inside=True),
         Candidate("dspark", 1.41, ships=True),
         Candidate("eagle3", 1.26, ships=True),
     ),
 }
 
 
-def resolve(speculate: str, model: str, backend: str, always_draft: bool = False) -> str:
-    """Return `speculate` with `auto` replaced by the method that it stands for; anything else is returned as it is."""
+def is_auto(speculate: str) -> bool:
+    """Return whether `speculate` leaves the method to `choose`; refuse options beside it."""
     method, colon, _ = speculate.strip().partition(":") if isinstance(speculate, str) else ("", "", "")
-    if method != AUTO:
-        return speculate
-    if colon:
+    if method == AUTO and colon:
         raise UserError(f"`speculate` is `{speculate}`: `auto` chooses the options too, so name a method to set them")
-    return choose(model, backend, always_draft)
+    return method == AUTO
 
 
-def choose(model: str, backend: str, always_draft: bool = False) -> str:
+def choose(model: str, backend: str, modules: bool = False, always_draft: bool = False) -> str:
     """Return the fastest method that `model` has on `backend`, as `speculate` names it; `none` if none is faster.
 
+    modules: the checkpoint of the model contains MTP modules.
     always_draft: take it even if it is slower than plain decoding.
     """
     usable = [candidate for candidate in CANDIDATES.get(backend, ()) if always_draft or candidate.speed > 1]
     for candidate in sorted(usable, key=lambda candidate: -candidate.speed):
-        if (found := candidate.specification(model)) is not None:
+        if (found := candidate.specification(model, modules)) is not None:
             return found
     return PLAIN
 

@@ -141,7 +141,7 @@ def read_tensors(
             raise UserError(f"`{folder / file}` has no tensor `{name}`, which `{INDEX}` puts there: fetch it again")
     renamed = {text_name(name): stored for name, stored in tensors.items()}
     if any(name.startswith(tuple(TEXT_PREFIXES)) for name in tensors):  # multimodal: the other tensors are for images
-        kept = ("model.embed", "model.layers.", "model.norm.", "lm_head.")
+        kept = ("model.embed", "model.layers.", "model.norm.", "lm_head.", "mtp.")
         renamed = {name: stored for name, stored in renamed.items() if name.startswith(kept)}
     if settings is None:
         return {**renamed}, tuple(mappings)

@@ -22,7 +22,7 @@ from ...kernels.quantization import FORMATS
 from ...models.fields import ConfigFields
 from ...models.layers import MTP_MODULE
 from ...weights import locate
-from ...weights.checkpoint import read_json
+from ...weights.checkpoint import Checkpoint, read_json
 from ...weights.gguf_parts import single_model
 from ...weights.hf_folder import normalize, read_index, single_file
 from ...weights.loader import open_path
@@ -210,13 +210,9 @@ def open_folder(path: Path) -> Folder:
     return arrange(path, mask | read_json(path / "config.json"), _read_tensors(path) | found)
 
 
-def has_modules(path: Path) -> bool:
+def has_modules(checkpoint: Checkpoint) -> bool:
     """Return whether the checkpoint of a model contains MTP modules."""
-    if is_gguf(path):
-        return any(MTP_MODULE.match(name) for name in open_path(path).names())
-    if not path.is_dir() or not list(path.glob("*.safetensors")):
-        return False
-    return any(MTP_MODULE.match(name) for file in _files(path) for name in _names(path / file))
+    return any(MTP_MODULE.match(name) for name in checkpoint.names())
 
 
 def open_gguf_modules(path: Path) -> Folder:
@@ -341,11 +337,6 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 
 def _files(path: Path) -> list[str]:
     return sorted(set(read_index(path).values())) or [single_file(path)]
-
-
-def _names(file: Path) -> list[str]:
-    with _opened(file) as shard:
-        return list(shard.keys())
 
 
 @contextmanager

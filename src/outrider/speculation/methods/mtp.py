@@ -10,6 +10,7 @@ from ...cache.pages import Pages
 from ...errors import UserError
 from ...models.heads import EagleHead, ModuleChain
 from ...weights import locate
+from ...weights.loader import open_path
 from ..checkpoints import Head, choose_aux_layers, choose_source, has_modules, open_head
 from ..drafters.autoregressive import Autoregressive
 from ..interface import Target, TreeOptions
@@ -25,7 +26,7 @@ class Options(TreeOptions):
 def build(options: Options, target: Target) -> Autoregressive:
     options.check_tree()
     path = None if options.model else locate(target.source)
-    own = path is not None and has_modules(path)
+    own = path is not None and has_modules(open_path(path))
     source = target.source if own else choose_source(options.model, "mtp", target, lacking(target.source, path))
     head = open_head(source, target.model.config, "mtp")
     check(head, options, target)
