@@ -16,7 +16,7 @@ from .adapters import LoRARequest
 from .config import EngineOptions
 from .engine import Engine
 from .input_processor import Prompt
-from .llm import LLM, Message, as_params, either
+from .llm import LLM, Message, as_params, channel_splitter, either
 from .shared_engine import EngineStoppedError as EngineStoppedError
 from .shared_engine import for_other_threads, notify
 from .structured_output.matcher import Grammar
@@ -177,10 +177,11 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         lora_request: LoRARequest | str | None = None,
     ) -> AsyncIterator[Output]:
-        """Answer a conversation as `generate` answers a prompt."""
-        prompt = self.llm.chat_prompt(messages)
-        async for output in self.generate(prompt, params, sampling_params=sampling_params, lora_request=lora_request):
-            yield output
+        """Answer a conversation as `generate` answers a prompt, with texts split as those of `LLM.chat`."""
+        (given,) = as_params(either(params, sampling_params), 1)
+        used, splitter = channel_splitter(given, self.llm.tokenizer)
+        async for output in self.generate(self.llm.chat_prompt(messages), used, lora_request=lora_request):
+            yield output if splitter is None else splitter.push(output)
 
     async def add_lora(self, lora_request: LoRARequest, replace: bool = False) -> bool:
         """Load an adapter for later requests. It is read beside the engine's thread; steps go on meanwhile.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Self, Unpack, overload
@@ -13,6 +14,7 @@ from .adapters import LoRARequest
 from .config import EngineConfig, EngineOptions, ResolvedConfig, make_config
 from .engine import Engine
 from .errors import PromptError, UserError
+from .harmony import OutputSplitter, is_harmony
 from .input_processor import FORMS, PromptInput, read_prompt
 from .input_processor import Prompt as Prompt
 from .shared_engine import EngineStoppedError, Inbox, SharedEngine
@@ -173,17 +175,18 @@ class LLM:
     ) -> Output | list[Output]:
         """Answer a conversation, a list of messages, with one output; a list of conversations with one for each.
 
-        The other arguments are those of `generate`.
+        The other arguments are those of `generate`. Answers in the harmony format (gpt-oss) are split into `text` and
+        `reasoning`, unless the parameters keep special tokens.
         """
         used = either(params, sampling_params)
         if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
             raise UserError(f"`messages` is {reprlib.repr(messages)}: expected a list of messages")
         if not messages or isinstance(messages[0], Mapping):
             prompt = PromptInput(tokens=self.chat_prompt(messages))  # type: ignore[arg-type]
-            (output,) = self._generate([prompt], used, None, False, "messages", lora_request)
+            (output,) = self._answer([prompt], used, False, lora_request)
             return output
         inputs = [self._read_conversation(index, each) for index, each in enumerate(messages)]
-        return self._generate(inputs, used, None, keep_going, "messages", lora_request)
+        return self._answer(inputs, used, keep_going, lora_request)
 
     def close(self) -> None:
         """End all requests, and release the model. Every later call raises EngineStoppedError."""
@@ -198,6 +201,16 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _answer(
+        self, inputs: Sequence[PromptInput], params: Params | None, keep_going: bool, lora_request: Loras
+    ) -> list[Output]:
+        """Answer conversations."""
+        given = as_params(params, len(inputs))
+        kept, splitters = zip(*(channel_splitter(own, self.tokenizer) for own in given), strict=True)
+        outputs = self._generate(inputs, kept, None, keep_going, "messages", lora_request)
+        pairs = zip(splitters, outputs, strict=True)
+        return [output if splitter is None else splitter.push(output) for splitter, output in pairs]
 
     def _generate(
         self,
@@ -286,6 +299,16 @@ def as_params(params: Params | None, count: int) -> list[SamplingParams]:
     if len(params) != count:
         raise UserError(f"{count} prompts came with {len(params)} parameter sets: give one for each, or one for all")
     return list(params)
+
+
+def channel_splitter(params: SamplingParams, tokenizer: Tokenizer) -> tuple[SamplingParams, OutputSplitter | None]:
+    """Return the parameters that keep the marks of channels, and the splitter that removes them.
+
+    For other models, and if `params` keeps special tokens, the parameters stay as they are, and nothing is split.
+    """
+    if not params.skip_special_tokens or not is_harmony(tokenizer.chat_template):
+        return params, None
+    return replace(params, skip_special_tokens=False), OutputSplitter(params.n)
 
 
 def as_loras(lora_request: Loras, count: int) -> list[Lora | None]:

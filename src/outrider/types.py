@@ -465,6 +465,9 @@ class Completion:
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] | None = None
     steps: list[DecodeStep] | None = None  # under SamplingParams.trace
+    reasoning: str = (
+        ""  # of `chat` with a model that answers in channels (gpt-oss): `analysis`, which `text` leaves out
+    )
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from outrider.harmony import HarmonyStream, OutputSplitter, is_harmony
 from outrider.server.api.conversation import Answer, gather
-from outrider.server.harmony import HarmonyStream, is_harmony
 from outrider.server.reasoning import has_reasoning
 from outrider.server.tools.parser import GENERIC, ToolCall, ToolParser
+from outrider.types import Completion, Output
 
 TOOLS = ToolParser(GENERIC, frozenset({"look", "rest"}), lambda choice, call: f"id-{choice}-{call}")
 ANALYSIS = "<|channel|>analysis<|message|>First, I look.<|end|>"
@@ -110,3 +111,16 @@ def test_templates_are_recognized() -> None:
     template = "{{ '<|start|>assistant<|channel|>analysis<|message|>' }}"
     assert is_harmony(template) and has_reasoning(template)
     assert not is_harmony("<|message|>") and not is_harmony(None)
+
+
+def test_a_growing_output_is_split_as_its_texts_grow() -> None:
+    texts = (ANALYSIS + FINAL, FINAL.removeprefix("<|start|>assistant"))
+    splitter, seen = OutputSplitter(2), []
+    for end in range(0, len(texts[0]) + 7, 7):
+        cut = [(text[:end], "stop" if end >= len(text) else None) for text in texts]  # the second ends before the first
+        completions = [Completion(index, text, [], reason) for index, (text, reason) in enumerate(cut)]
+        output = splitter.push(Output("1", None, [], completions, finished=False))
+        seen.append([(one.reasoning, one.text) for one in output.completions])
+    assert seen[-1] == [("First, I look.", "Here < there."), ("", "Here < there.")]
+    for grown in zip(*seen, strict=True):
+        assert list(grown) == sorted(grown) and len(set(grown)) > 2

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..server.harmony import START, HarmonyStream, is_harmony
+from ..harmony import START, HarmonyStream, is_harmony
 from ..server.reasoning import CLOSE, OPEN
 from ..types import Output, SamplingParams
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from .harmony import is_harmony
+from ..harmony import is_harmony
 
 OPEN, CLOSE = "<think>", "</think>"  # of Qwen, DeepSeek and most others
 

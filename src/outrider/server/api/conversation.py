@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ...harmony import HarmonyStream, is_harmony
 from ...tokenizer import Tokenizer
 from ...types import Completion
 from ..context import Context
-from ..harmony import HarmonyStream, is_harmony
 from ..reasoning import ReasoningStream, has_reasoning, leaves_open, opens_reasoning
 from ..tools.parser import Delta, ToolCall, ToolStream
 from ..tools.resolve import ResolvedTools, resolve_tools

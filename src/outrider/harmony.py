@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
 
-from .tools.parser import Delta, ToolParser
+from .types import Output
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
@@ -27,6 +29,21 @@ def is_harmony(template: str | None) -> bool:
     return CHANNEL in (template or "") and MESSAGE in (template or "")
 
 
+class Tools(Protocol):
+    """The tools of a request."""
+
+    @property
+    def names(self) -> frozenset[str]: ...
+
+    @property
+    def make_id(self) -> Callable[[int, int], str]:
+        """Return the function from choice and call to the id of the call."""
+
+    @property
+    def parallel(self) -> bool:
+        """Return whether all calls count, not only the first."""
+
+
 class HarmonyStream:
     """The incremental parser of one choice. The pieces add up to the same texts however the answer is cut.
 
@@ -34,7 +51,7 @@ class HarmonyStream:
     messages are content. Messages of one kind are joined by a line break.
     """
 
-    def __init__(self, tools: ToolParser | None, index: int = 0, continued: bool = False) -> None:
+    def __init__(self, tools: Tools | None, index: int = 0, continued: bool = False) -> None:
         """Set the state. continued: the answer continues a message of the prompt, which is content."""
         self._tools, self._index = tools, index
         self._step: Callable[[bool], bool] = self._body if continued else self._header_or_content
@@ -45,7 +62,7 @@ class HarmonyStream:
         self._said = {"reasoning_content": False, "content": False}  # whether there is text of the kind
         self._new = True  # no text of the message was passed on yet
         self._calls = 0
-        self._delta: Delta = {}
+        self._delta: dict[str, Any] = {}
         self.reasoning: list[tuple[int, int]] = []  # characters of the answer that are reasoning, with their headers
 
     @property
@@ -53,7 +70,7 @@ class HarmonyStream:
         """Whether a call was found; the finish reason is then `tool_calls` instead of `stop`."""
         return self._calls > 0
 
-    def push(self, text: str, final: bool = False) -> Delta:
+    def push(self, text: str, final: bool = False) -> dict[str, Any]:
         """Consume new text; return what is certain as a delta in OpenAI's format. final: the answer ends here."""
         self._text += text
         while self._step(final):
@@ -151,6 +168,27 @@ class HarmonyStream:
         taken, self._text = self._text[:count], self._text[count:]
         self._consumed += count
         return taken
+
+
+class OutputSplitter:
+    """Splits the completions of one growing output into `text` and `reasoning`."""
+
+    def __init__(self, samples: int) -> None:
+        self._streams = [HarmonyStream(None) for _ in range(samples)]
+        self._read = [0] * samples  # characters of each completion
+        self._parts = [{"reasoning_content": "", "content": ""} for _ in range(samples)]
+
+    def push(self, output: Output) -> Output:
+        """Take the output so far, whose texts hold the marks, and return it with its texts split."""
+        completions = []
+        for one in output.completions:
+            parts, new = self._parts[one.index], one.text[self._read[one.index] :]
+            self._read[one.index] = len(one.text)
+            delta = self._streams[one.index].push(new, final=one.finish_reason is not None)
+            for kind in parts:
+                parts[kind] += delta.get(kind, "")
+            completions.append(replace(one, text=parts["content"], reasoning=parts["reasoning_content"]))
+        return replace(output, completions=completions)
 
 
 def _begun_mark(text: str, marks: tuple[str, ...]) -> int:
