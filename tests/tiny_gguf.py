@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,12 +50,13 @@ def write(
     dequantized: bool = False,
     parts: tuple[str, ...] = ("_exps",),
     module: Literal["none", "inside", "alone"] = "none",
+    rope: Mapping[str, float] | None = None,
 ) -> Path:
     """Write a model of tiny.CASES as a GGUF file of 32-bit floats.
 
     experts: the format of their matrices; dequantized: as floats, after rounding to that format. parts: ends of
     the names of matrices that have it. module: the MTP module of a hybrid model is in the file too, or takes the
-    place of the layers.
+    place of the layers. rope: further keys of its scaling.
     """
     kind = ARCHITECTURES[name]
     config = json.loads(tiny.original(name).config.to_json_string())
@@ -64,6 +65,8 @@ def write(
     describe(writer, kind, config | {"num_hidden_layers": blocks})
     if module != "none":
         writer.add_nextn_predict_layers(1)
+    for key, value in (rope or {}).items():
+        writer.add_float32(f"{kind}.rope.scaling.{key}", value)
     add_tokens(writer)
     architecture = next(each for each, text in gguf.MODEL_ARCH_NAMES.items() if text == kind)
     names = gguf.get_tensor_name_map(architecture, blocks)

@@ -111,7 +111,8 @@ def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> floa
     above, below = parameters.get("mscale"), parameters.get("mscale_all_dim")
     if above and below:
         return of(positive(above, "mscale")) / of(positive(below, "mscale_all_dim"))
-    return of(1)
+    multiplier = parameters.get("attn_factor")  # as in vLLM; transformers does not read it
+    return of(1) if multiplier is None else of(1) * positive(multiplier, "attn_factor")
 
 
 def _read_longrope(theta: float, dims: int, parameters: Mapping[str, Any], fields: ConfigFields, head_dim: int) -> Rope:

@@ -301,7 +301,28 @@ def rope_scaling(fields: GgufFields) -> dict[str, Any] | None:
         scaling["original_max_position_embeddings"] = original
     if fields.name == "gpt-oss":
         scaling["truncate"] = False  # as it was trained; files do not say
-    return scaling | {name: fields.real(key, 1.0) for key, name in YARN_KEYS.items() if fields.get(key) is not None}
+    scaling |= {name: fields.real(key, 1.0) for key, name in YARN_KEYS.items() if fields.get(key) is not None}
+    return scaling | yarn_attention(fields) if kind == "yarn" else scaling
+
+
+def yarn_attention(fields: GgufFields) -> dict[str, float]:
+    """Return the keys of config.json for what YaRN multiplies cosines and sines by.
+
+    The converters write `attention_factor`, the whole factor, and `attn_factor`, which multiplies the usual one, under
+    the same key. The usual factor is at least 1, so a whole factor is; a value below 1 is taken for the other one.
+    """
+    blend = fields.get("rope.scaling.yarn_ext_factor")
+    if blend is not None and not (type(blend) in (int, float) and (blend < 0 or blend == 1)):  # below 0: not set
+        raise UserError(
+            f"`{fields.path}`: the metadata `{fields.name}.rope.scaling.yarn_ext_factor` is `{blend}`, but only YaRN "
+            "with 1 is supported: fetch another conversion"
+        )
+    if fields.get("rope.scaling.yarn_attn_factor") is not None:
+        factor = fields.real("rope.scaling.yarn_attn_factor", 1.0)
+        return {"attention_factor" if factor >= 1 else "attn_factor": factor}
+    if fields.get("rope.scaling.yarn_log_multiplier"):
+        return {"mscale": 1.0, "mscale_all_dim": fields.real("rope.scaling.yarn_log_multiplier", 1.0)}
+    return {}
 
 
 def long_rope(fields: GgufFields, factors: Mapping[str, Stored]) -> dict[str, Any]:
