@@ -112,6 +112,18 @@ def test_a_replay_drafts_what_the_loop_drafts(
     assert len([reached for reached in replays if reached >= 0]) >= STEPS // 2
 
 
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_the_first_call_of_a_drafter_is_recorded(name: str, ops: Kernels, tmp_path: Path) -> None:
+    stage = Stage(ops)
+    stage.begin(DRAFTERS[name](stage, tmp_path))
+    request = stage.request(tiny.prompt(1))
+    request.pages = [0]
+    context = DraftContext(request, 0, 1, [5], 3, 0)  # as in the profile run of an adaptive engine
+    hidden = torch.zeros(1, len(stage.proposer.needs.aux_layers) * stage.target.model.config.width)
+    stage.proposer.propose([context], torch.tensor([5], dtype=torch.int32), hidden)
+    assert stage.proposer._recordings.num_recorded == 1  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("plan", [tiny_blocks.Plan(), tiny_blocks.Plan(method="dspark", draft_vocabulary=None)])
 @pytest.mark.parametrize("least", [0.0, 0.05])
 def test_a_tree_by_replay_is_that_of_the_loop(

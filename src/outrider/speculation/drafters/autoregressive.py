@@ -250,6 +250,7 @@ class Autoregressive:
         hidden = self.device.zeros((count, network.features), torch.float32) if network.features else None
         chain = RecordedChain(self.sampler, self.device, self.width, self._known_ids(), greedy)
         newest = batch.positions[count - 1 :]
+        self._range(2)  # of `decode`: inside the recording it could not be made
 
         def run(recorder: object) -> None:
             chain.recorder = recorder
