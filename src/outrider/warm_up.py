@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 
 import torch
 
@@ -174,28 +174,33 @@ class WarmUp:
             self.runner.multi_step.processing.warm_up(run_widths(most) if most else [0])
 
     def _read_prompts(self) -> None:
-        """Let the drafter read prompts, and draft after them: shorter ones are captured, longer ones are not."""
-        name, size = self.spec_manager.plan.method, self.resolved.page_size
-        if not name:
+        """Let the drafter read prompts, and draft after them, also with noise: longer prompts are not captured."""
+        if not self.spec_manager.plan.method:
             return
+        size = self.resolved.page_size
+        greedy, sampled = islice(sampling_kinds(), 2)
+        prompts = (TOKENS, greedy), (TOKENS, sampled), (5 * size, greedy), (2 * MAX_TOKENS + size, greedy)
+        for _ in range(2):  # the first reading compiles kernels, so its latency says nothing
+            self.spec_manager.controller.forget_reading(self.spec_manager.plan.method)
+            for (tokens, params), rows in product(prompts, (1, 4)):
+                self._read(tokens, params, rows)
+
+    def _read(self, tokens: int, params: SamplingParams, rows: int) -> None:
+        """Let the drafter read `rows` prompts of `tokens` tokens, if they fit into a step."""
+        name = self.spec_manager.plan.method
         proposer = self.spec_manager.methods[name]
-        for tokens in (TOKENS, 5 * size, 2 * MAX_TOKENS + size):
-            for rows in (1, 4):
-                length = tokens + 1 + max(proposer.needs.width, proposer.needs.lookahead)
-                pages = self._some_pages(length)
-                if not pages or rows * tokens > self.resolved.max_step_tokens or length > self.resolved.max_context:
-                    continue
-                requests = [
-                    Request("warm-up", [0] * tokens, SamplingParams(temperature=0), 0, max_length=length, pages=pages)
-                    for _ in range(rows)
-                ]
-                for request in requests:
-                    request.method, request.width = name, proposer.needs.width
-                    request.lookahead = proposer.needs.lookahead
-                self.runner.step(Step([Row(request, 0, request.prompt, sample=True) for request in requests]))
-                proposer.release(requests)
-                for request in requests:
-                    self.spec_manager.controller.forget(request)
+        length = tokens + 1 + max(proposer.needs.width, proposer.needs.lookahead)
+        pages = self._some_pages(length)
+        if not pages or rows * tokens > self.resolved.max_step_tokens or length > self.resolved.max_context:
+            return
+        requests = [Request("warm-up", [0] * tokens, params, 0, max_length=length, pages=pages) for _ in range(rows)]
+        for request in requests:
+            request.method, request.width = name, proposer.needs.width
+            request.lookahead = proposer.needs.lookahead
+        self.runner.step(Step([Row(request, 0, request.prompt, sample=True) for request in requests]))
+        proposer.release(requests)
+        for request in requests:
+            self.spec_manager.controller.forget(request)
 
     def _some_pages(self, length: int) -> list[int]:
         """Return pages for `length` tokens; none if there are too few."""

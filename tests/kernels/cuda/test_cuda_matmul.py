@@ -315,6 +315,6 @@ def test_pipelines_fit_99_kib_of_shared_memory(
 ) -> None:
     """That is what a program may use on GPUs of compute capability 8.6, 8.9 and 12.0."""
     tile, packed = Tiling(64, columns, 4, 6), cuda.matrix(weight(kind, 128, 1024))
-    assert fitting_stages(tile, packed, packed.compute, gated) == 6
-    monkeypatch.setattr(epilogue, "shared_memory", lambda: 99 << 10)
-    assert fitting_stages(tile, packed, packed.compute, gated) == stages
+    for shared_memory, expected in ((1 << 20, 6), (99 << 10, stages)):
+        monkeypatch.setattr(epilogue, "shared_memory", lambda size=shared_memory: size)
+        assert fitting_stages(tile, packed, packed.compute, gated) == expected

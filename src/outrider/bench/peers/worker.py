@@ -25,7 +25,7 @@ CPUINFO = Path("/proc/cpuinfo")
 SPARE_SLOTS = 64  # cache slots of a request beyond its text, for drafts that are not verified yet
 LOOKUP_NGRAM = 2  # llama.cpp: maximum length of the n-gram that is looked up
 VLLM_WIDTH = 4  # draft tokens
-VLLM_MEMORY = 0.3  # share of a GPU for one process: plain decoding and speculation run in one each, beside ours
+VLLM_MEMORY = 0.22  # share of a GPU for one process: plain decoding and speculation run in one each, beside ours
 
 
 class OutriderWorker:

@@ -94,7 +94,7 @@ class AdaptiveController:
         acceptance, verification = state.rates.acceptance(width), self.latency.table(1, width)
         drafting, history = self._drafting(request, width), state.history
         widths, speed = fastest_widths([acceptance], verification, drafting, 1)
-        reading = state.method.reading.seconds(tokens)  # with the draft; 0 before the first measurement
+        reading = self.reading_seconds(request.method, tokens)
         if any(widths) and reading <= request.params.max_tokens * (verification[0] - 1 / speed):
             return
         probe = (drafting[1] + verification[1]) / verification[0] - 1
@@ -132,6 +132,14 @@ class AdaptiveController:
     def observe_reading(self, method: str, tokens: int, seconds: float) -> None:
         """Learn that a call read `tokens` of prompts in `seconds`."""
         self._methods[method].reading.observe(tokens, seconds / self.latency.slowdown)
+
+    def reading_seconds(self, method: str, tokens: int) -> float:
+        """Return the seconds in which a method reads a prompt and drafts after it; 0: not measured."""
+        return self._methods[method].reading.seconds(tokens)
+
+    def forget_reading(self, method: str) -> None:
+        """Drop what was learned of reading prompts: kernels were compiled meanwhile."""
+        self._methods[method].reading = LatencyCurve()
 
     def learn(self, request: Request, draft: Draft, path: Sequence[int]) -> None:
         """Learn that of a verified draft the tokens with the indices `path` were accepted."""
