@@ -316,7 +316,7 @@ class Runner:
         latency = self.spec_manager.controller.latency
         latency.begin(least_seconds(drafted, run_widths(most)))
         latency.context_cost = self._context_cost(min(CONTEXT, positions - 1))
-        self.spec_manager.profile()
+        self.spec_manager.profile(positions)
 
     def _context_cost(self, context: int) -> float:
         """Return what each token of the context adds to a step, in proportion to a step with an empty context."""

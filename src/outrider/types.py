@@ -322,6 +322,7 @@ class Suspension:
     drafting: float  # the part of `cost` that is drafting
     tokens: float  # its expected tokens, divided by those of the step without a draft
     acceptance_rate: float  # expected of the first drafted token
+    reading: float = 0.0  # plain steps that the drafter would read the prompt for, if drafts save less; else 0
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields, and the sentence that they make as `reason`."""
@@ -330,9 +331,10 @@ class Suspension:
     def __str__(self) -> str:
         one = "one row" if self.batch_size == 1 else f"{self.batch_size} rows"
         drafting = f", {self.drafting:.1f}x of it for drafting" if self.drafting >= 0.05 else ""
+        reading = f"; reading the prompt first takes as long as {self.reading:.0f} steps" if self.reading else ""
         return (
             f"a step with {self.rows} rows costs {self.cost:.2f}x of {one} here{drafting}, and yields "
-            f"{self.tokens:.2f}x the tokens at acceptance rate {self.acceptance_rate:.2f}"
+            f"{self.tokens:.2f}x the tokens at acceptance rate {self.acceptance_rate:.2f}{reading}"
         )
 
 

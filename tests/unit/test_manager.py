@@ -138,6 +138,7 @@ def test_reading_a_prompt_is_not_taken_for_the_latency_of_a_draft(tiny_llm, tmp_
         return propose(contexts, last, hidden)
 
     monkeypatch.setattr(drafter, "propose", counted)
+    monkeypatch.setattr(controller, "begin", lambda *_: None)  # the prompt is read
     monkeypatch.setattr(controller, "plan", lambda requests, limits, others: [min(limits)] * len(requests))
     monkeypatch.setattr(controller, "observe_draft", lambda *_: measured.append(drafted[-1]))
     llm.generate(PROMPT, PARAMS)

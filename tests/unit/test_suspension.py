@@ -15,7 +15,7 @@ from test_autoregressive import Same
 
 import tiny
 import tiny_heads
-from outrider import SamplingParams
+from outrider import LLM, SamplingParams
 from outrider.kernels import load
 from outrider.request import Request
 from outrider.speculation import DraftBatch, DraftContext
@@ -227,6 +227,24 @@ def test_what_a_resumed_drafter_reads_is_counted_as_lost() -> None:
     assert pauses == pytest.approx([0.6 / EXPLORATION_SHARE, 1.6 / EXPLORATION_SHARE], rel=0.05)
 
 
+@pytest.mark.parametrize("verification", [0.1, 0.6])  # seconds of a further row: drafts are expected to pay, or not
+def test_the_first_prompt_is_not_read_if_drafts_cannot_save_that_time(verification: float) -> None:
+    controller = suspendable(verification, 0.1)
+    controller.observe_reading("m", 1, 0.3)
+    controller.observe_reading("m", 20, 6.0)
+    cases = ((20, 10), (20, 100), (100, 100), (100, 1000))  # tokens of the prompt and of the answer
+    suspended = {}
+    for prompt, tokens in cases:
+        request = Request("r", [1] * prompt, SamplingParams(max_tokens=tokens), 0, method="m", width=1)
+        controller.begin(request, prompt)
+        suspended[prompt, tokens] = controller.suspended_steps(request) > 0
+        reason = request.spec_stats.suspension
+        assert (reason is not None) == suspended[prompt, tokens]
+        assert reason is None or ("reading the prompt" in str(reason)) == (verification < 0.5)
+        controller.forget(request)
+    assert suspended == dict(zip(cases, (True, False, True, False), strict=True))
+
+
 def test_a_long_prompt_is_not_read_for_an_answer_that_must_be_short() -> None:
     controller = suspendable(0.1, 0.1)
     for index in range(4):
@@ -250,6 +268,17 @@ def test_a_draft_that_looked_too_long_is_corrected_although_each_probe_resumes_t
 
 
 # ---- in the engine ----
+
+
+@pytest.mark.parametrize(("cache_tokens", "tokens"), [(256, [1, 16]), (16, [])])
+def test_reading_is_measured_at_start_up_if_a_prompt_fits(
+    tiny_folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_tokens: int, tokens: list[int]
+) -> None:
+    head, measured = tiny_heads.make("draft_model", tmp_path)["model"], []
+    monkeypatch.setattr(AdaptiveController, "observe_reading", lambda self, *found: measured.append(found))
+    LLM(tiny_folder(), backend="cpu", speculate=f"draft_model:model={head},width=2", cache_tokens=cache_tokens)
+    assert [(method, count) for method, count, _ in measured] == [("draft_model", count) for count in tokens]
+    assert all(seconds > 0 for *_, seconds in measured)
 
 
 @pytest.mark.parametrize("reading", [0.0, 60.0])

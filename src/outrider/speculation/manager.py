@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 # On SmolLM2-135M a lookup takes 4.5 % of a step. Replayed texts of ten prompt sets are 1.2 % faster than with a lookup
 # in each step, and the slowest set reaches 0.99 of plain decoding instead of 0.96 (docs/log.md, "Lookups that pause").
 LOOKUP_SHARE = 0.005
+READ_TOKENS = 16  # of the prompt whose reading by a drafter is measured at start-up; longer ones are extrapolated
 
 
 class CapturedDrafting(Protocol):
@@ -319,8 +320,11 @@ class SpeculationManager:
 
     # ---- latency ----
 
-    def profile(self) -> None:
-        """Measure the latency of drafting before the first request; no page is in use yet."""
+    def profile(self, positions: int) -> None:
+        """Measure the latency of drafting and of reading prompts before the first request; no page is in use yet.
+
+        positions: how many fit into the pages.
+        """
         for name, proposer in self.methods.items():
             needs = proposer.needs
             if not (self.plan.adaptive and (needs.costs_time or needs.has_kv)):
@@ -328,19 +332,27 @@ class SpeculationManager:
             try:
                 measure = partial(self._profile, name, proposer)
                 measure(needs.width)  # warm-up; the next call may be recorded
-                for width, seconds in least_seconds(measure, (needs.width, 1, 0)).items():
+                drafted = least_seconds(measure, (needs.width, 1, 0))
+                for width, seconds in drafted.items():
                     self.controller.observe_draft(name, width, seconds)
+                fits = READ_TOKENS + needs.lookahead + 2 <= min(positions, needs.context or positions)
+                if name in self.controller.suspendable and fits:
+                    read = least_seconds(partial(measure, 1), (READ_TOKENS,))
+                    for tokens, seconds in {1: drafted[1], **read}.items():
+                        self.controller.observe_reading(name, tokens, seconds)
             except Exception:  # a permanent fault is reported with the first request
                 log.debug("`%s` failed in its profile run", name, exc_info=True)
 
-    def _profile(self, name: str, proposer: Proposer, width: int) -> float:
-        """Return the seconds of one draft after a text of two tokens, of which one has run."""
+    def _profile(self, name: str, proposer: Proposer, width: int, tokens: int = 1) -> float:
+        """Return the seconds of one draft after a prompt of some tokens, which has run, and one more token."""
         config, size = self.target.model.config, self.target.page_size
-        pages = list(range(-(-(2 + max(proposer.needs.lookahead, width)) // size)))
-        request = Request("profile", [0], SamplingParams(temperature=0), 0, method=name, pages=pages)
-        context = DraftContext(request, 0, 1, [0], width, 0)
-        layers = len(proposer.needs.aux_layers)
-        hidden = torch.zeros(1, layers * config.width, device=self.target.device.torch_device) if layers else None
+        pages = list(range(-(-(tokens + 1 + max(proposer.needs.lookahead, width)) // size)))
+        # Different tokens: rows of the same token would choose the same experts, and cost less than others.
+        prompt = [index % config.vocabulary for index in range(tokens)]
+        request = Request("profile", prompt, SamplingParams(temperature=0), 0, method=name, pages=pages)
+        context = DraftContext(request, 0, tokens, [0], width, 0)
+        features = len(proposer.needs.aux_layers) * config.width
+        hidden = torch.zeros(tokens, features, device=self.target.device.torch_device) if features else None
         started = time.perf_counter()
         proposer.propose([context], self.target.device.upload([0], torch.int32), hidden).drafts()  # reads them back
         seconds = time.perf_counter() - started

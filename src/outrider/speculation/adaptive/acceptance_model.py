@@ -33,6 +33,10 @@ class Rates:
         self._memory = METHOD_MEMORY if method is None else REQUEST_MEMORY
         self._sums: dict[int, tuple[float, float]] = {}  # of values and of weights, by key
 
+    @property
+    def has_learned(self) -> bool:
+        return bool(self._sums)
+
     def learn(self, key: int, value: float, weight: float = 1.0) -> None:
         """Learn a value; weight 0 only fades the ones before it."""
         if self.learns:

@@ -30,6 +30,12 @@ class History:
         self.rates: DraftRates = DraftRates(base=None if base is None else base.rates)
         self.calibration: Rates = Rates(base=None if base is None else base.calibration)
         self.budget = 0.0  # for first probes of texts, in plain steps: a share of all steps, less what all probes lost
+        self._base = base
+
+    @property
+    def is_new(self) -> bool:
+        """Return whether no draft was verified yet."""
+        return self._base is None and not (self.rates.has_learned or self.calibration.has_learned)
 
 
 class Method:
@@ -85,7 +91,8 @@ class AdaptiveController:
 
         A text that is not read is probed later, but a drafter without its prompt accepts fewer tokens. So among texts
         whose drafts do not pay some are read, and an easy one is found at its first token. Drafts that pay do not
-        suffice: in an answer that must be short, they save less time than reading a long prompt takes.
+        suffice: in an answer that must be short, they save less time than reading a long prompt takes. Before the first
+        draft nothing is known of the text, so half of what drafts can save is expected.
         tokens: of the prompt.
         """
         if request in self._requests or not self.latency.covers(1):
@@ -94,15 +101,22 @@ class AdaptiveController:
         acceptance, verification = state.rates.acceptance(width), self.latency.table(1, width)
         drafting, history = self._drafting(request, width), state.history
         widths, speed = fastest_widths([acceptance], verification, drafting, 1)
+        saving = verification[0] - 1 / speed  # seconds a token
+        if history.is_new:
+            saving = (verification[0] - 1 / fastest_widths([[1.0] * width], verification, drafting, 1)[1]) / 2
         reading = self.reading_seconds(request.method, tokens)
-        if any(widths) and reading <= request.params.max_tokens * (verification[0] - 1 / speed):
+        saves = reading <= request.params.max_tokens * saving
+        if any(widths) and saves:
             return
         probe = (drafting[1] + verification[1]) / verification[0] - 1
-        if not reading or (reading + verification[1]) / verification[0] - 1 <= history.budget:
+        within = not reading or (reading + verification[1]) / verification[0] - 1 <= history.budget
+        if within or (history.is_new and saves):
             history.budget = probe  # which `plan` subtracts
         else:
             state.backoff.pause(probe)
-            self._note_suspended([request], [acceptance], [0], drafting, 0)
+            reason = explain(acceptance, verification, drafting, 1, reading / verification[0])
+            if reason is not None:
+                request.spec_stats.suspend(reason, 0)  # `skip` counts the step
 
     def forget(self, request: Request) -> None:
         """Drop the state of a request that has ended."""
@@ -276,17 +290,23 @@ class AdaptiveController:
 
 
 def explain(
-    acceptance: Sequence[float], verification: Sequence[float], drafting: Sequence[float], batch_size: int
+    acceptance: Sequence[float],
+    verification: Sequence[float],
+    drafting: Sequence[float],
+    batch_size: int,
+    reading: float = 0.0,
 ) -> Suspension | None:
     """Describe the fastest step in which one request has a draft; None if it is faster than the step without one.
 
-    acceptance: of the request's tokens. verification, drafting: seconds by drafted tokens, from 0 on.
+    acceptance: of the request's tokens. verification, drafting: seconds by drafted tokens, from 0 on. reading: of the
+    prompt, in plain steps, which is the reason if that step is faster.
     """
     plain = verification[0] + drafting[0]
     expected = list(accumulate(acceptance, initial=float(batch_size)))
     width = max(range(1, len(expected)), key=lambda width: expected[width] / (verification[width] + drafting[width]))
     cost, tokens = (verification[width] + drafting[width]) / plain, expected[width] / batch_size
-    if tokens > cost:  # drafts of other requests are worth more, and all together would be too many
+    pays = tokens > cost
+    if pays and not reading:  # drafts of other requests are worth more, and all together would be too many
         return None
     share = (drafting[width] - drafting[0]) / plain
-    return Suspension(batch_size, batch_size + width, cost, share, tokens, acceptance[0])
+    return Suspension(batch_size, batch_size + width, cost, share, tokens, acceptance[0], reading if pays else 0.0)
