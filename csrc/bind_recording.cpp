@@ -1,4 +1,6 @@
 // Python bindings of recordings (recording.h). kernels/cpu/recording.py makes them.
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -24,6 +26,22 @@ StridedCopy strided_copy(Address target, Address source, const std::vector<int64
   }
   if (sizes.empty()) copy.target_strides[3] = copy.source_strides[3] = item;
   return copy;
+}
+
+// Address, value, bytes of an element, strides of rows and columns in bytes.
+using Operand = std::tuple<Address, int64_t, int, int64_t, int64_t>;
+
+IntegerOperand integer_operand(const Operand& from) {
+  const auto [address, value, item, row, column] = from;
+  return {at<const char>(address), value, item, row, column};
+}
+
+IntegerOperation::Op operation_of(const std::string& name) {
+  static const char* const names[] = {"add", "subtract", "both",    "divide", "remainder", "equal",
+                                      "at_least", "above", "at_most", "larger", "smaller",   "select"};
+  for (int i = 0; i <= IntegerOperation::select; ++i)
+    if (name == names[i]) return IntegerOperation::Op(i);
+  refuse("no integer operation is called `" + name + "`");
 }
 
 }  // namespace
@@ -88,17 +106,17 @@ void bind_recording(nb::module_& module) {
                for (int64_t i = 0; i < count; ++i) at<float>(target)[i] = at<const float>(source)[i] * factor;
              });
            })
-      .def("offset",
-           [](Recording& recording, Address target, Address source, int32_t offset, int64_t count) {
-             recording.calls.emplace_back([=] {
-               for (int64_t i = 0; i < count; ++i) at<int32_t>(target)[i] = at<const int32_t>(source)[i] + offset;
-             });
+      .def("integers",
+           [](Recording& recording, const std::string& name, int64_t rows, int64_t columns, const Operand& out,
+              const Operand& a, const Operand& b, const Operand& c) {
+             recording.calls.emplace_back(IntegerOperation{operation_of(name), integer_operand(out), rows, columns,
+                                                           integer_operand(a), integer_operand(b), integer_operand(c)});
            })
-      .def("equals",
-           [](Recording& recording, Address target, Address source, int32_t value, int64_t count) {
-             recording.calls.emplace_back([=] {
-               for (int64_t i = 0; i < count; ++i) at<uint8_t>(target)[i] = at<const int32_t>(source)[i] == value;
-             });
+      .def("put_rows",
+           [](Recording& recording, Address target, Address source, Address indices, int64_t count, int64_t limit,
+              int64_t bytes) {
+             recording.calls.emplace_back(
+                 RowPut{at<char>(target), at<const char>(source), at<const int64_t>(indices), count, limit, bytes});
            })
       .def("choose_rows",
            [](Recording& recording, Address target, Address flags, Address chosen, Address other, int64_t rows,

@@ -77,30 +77,36 @@ void bind_verification(nb::module_& module) {
 
 void bind_next_tokens(Address chosen, int rows, int columns, Address drafted, Address query_starts, Address backup,
                  Address discard, int vocabulary, Address tokens, Address counts, Address rejected, Address ends) {
-  next_tokens(at<const int32_t>(chosen), rows, columns, at<const int32_t>(drafted), at<const int32_t>(query_starts),
-              at<const int32_t>(backup), at<const uint8_t>(discard), vocabulary,
-              {at<int32_t>(tokens), at<int32_t>(counts), at<int32_t>(rejected), at<int32_t>(ends)});
+  recorded([=] {
+    next_tokens(at<const int32_t>(chosen), rows, columns, at<const int32_t>(drafted), at<const int32_t>(query_starts),
+                at<const int32_t>(backup), at<const uint8_t>(discard), vocabulary,
+                {at<int32_t>(tokens), at<int32_t>(counts), at<int32_t>(rejected), at<int32_t>(ends)});
+  });
 }
 
 void bind_draft_inputs(Address tokens, Address positions, Address query_starts, Address ends, Address newest, int rows,
                        int count, int extra, bool shift, int mask, Address out_tokens, Address out_positions,
                        Address out_query_starts, Address samples, Address sources, Address rejected) {
-  draft_inputs({at<const int32_t>(tokens), at<const int32_t>(positions), at<const int32_t>(query_starts),
-                at<const int32_t>(ends), at<const int32_t>(newest)},
-               rows, count, extra, shift, mask,
-               {at<int32_t>(out_tokens), at<int32_t>(out_positions), at<int32_t>(out_query_starts),
-                at<int32_t>(samples), at<int32_t>(sources), at<uint8_t>(rejected)});
+  recorded([=] {
+    draft_inputs({at<const int32_t>(tokens), at<const int32_t>(positions), at<const int32_t>(query_starts),
+                  at<const int32_t>(ends), at<const int32_t>(newest)},
+                 rows, count, extra, shift, mask,
+                 {at<int32_t>(out_tokens), at<int32_t>(out_positions), at<int32_t>(out_query_starts),
+                  at<int32_t>(samples), at<int32_t>(sources), at<uint8_t>(rejected)});
+  });
 }
 
 void bind_block_inputs(Address positions, Address query_starts, Address ends, Address newest, int rows, int count,
                        Address page_tables, int table_width, int page_size, int limit, int masks, int mask,
                        Address context_slots, Address tokens, Address out_positions, Address slots,
                        Address out_query_starts) {
-  block_inputs({nullptr, at<const int32_t>(positions), at<const int32_t>(query_starts), at<const int32_t>(ends),
-                at<const int32_t>(newest)},
-               rows, count, {at<const int32_t>(page_tables), table_width, page_size, limit}, masks, mask,
-               {at<int32_t>(context_slots), at<int32_t>(tokens), at<int32_t>(out_positions), at<int32_t>(slots),
-                at<int32_t>(out_query_starts)});
+  recorded([=] {
+    block_inputs({nullptr, at<const int32_t>(positions), at<const int32_t>(query_starts), at<const int32_t>(ends),
+                  at<const int32_t>(newest)},
+                 rows, count, {at<const int32_t>(page_tables), table_width, page_size, limit}, masks, mask,
+                 {at<int32_t>(context_slots), at<int32_t>(tokens), at<int32_t>(out_positions), at<int32_t>(slots),
+                  at<int32_t>(out_query_starts)});
+  });
 }
 
 void bind_next_slots(Address positions, Address page_tables, int rows, int table_width, int page_size, int limit,

@@ -47,6 +47,32 @@ struct StridedCopy {
   void operator()() const;
 };
 
+// Arithmetic on small matrices of integers and flags, such as positions and slots: out = op(a, b), or a ? b : c.
+struct IntegerOperand {
+  const char* data;  // null: `value` is every element
+  int64_t value;
+  int item;                // bytes of an element: 1, 4 or 8
+  int64_t row, column;  // strides in bytes; 0: broadcast
+  int64_t get(int64_t i, int64_t j) const;
+};
+
+struct IntegerOperation {
+  enum Op { add, subtract, both, divide, remainder, equal, at_least, above, at_most, larger, smaller, select };
+  Op op;
+  IntegerOperand out;  // written
+  int64_t rows, columns;
+  IntegerOperand a, b, c;
+  void operator()() const;
+};
+
+struct RowPut {  // target[indices[i]] = source[i]
+  char* target;
+  const char* source;
+  const int64_t* indices;
+  int64_t count, limit, bytes;  // indices, rows of the target, bytes of a row
+  void operator()() const;
+};
+
 struct RowCopy {  // target[i] = source[indices[i]]
   char* target;
   const char* source;

@@ -98,6 +98,17 @@ def test_every_variant_drafts_the_same_in_multi_step_runs(tiny_llm, tmp_path: Pa
     same(tiny_llm(speculate=speculate), tiny_llm(speculate=speculate, decode_steps=3))
 
 
+@FAST
+@pytest.mark.parametrize("name", ["eagle3", "plain"])
+def test_decode_steps_of_a_run_are_replayed_on_the_cpu(tiny_llm, tmp_path: Path, name: str) -> None:
+    options = {**tiny_heads.make("eagle3", tmp_path), "adaptive": "no"}
+    llm = tiny_llm(decode_steps=4, **({} if name == "plain" else {"speculate": with_options(name, **options)}))
+    llm.generate(PROMPTS[:1], MULTI_STEP[:1])
+    (buffers, *_) = llm.engine.runner.multi_step.buffers.values()
+    assert set(buffers.replays) == ({"target"} if name == "plain" else {"target", "extend", "decode"})
+    assert all(replay is not None for replay in buffers.replays.values())
+
+
 @pytest.mark.parametrize("verify", ["rejection", "block", "synthetic"])
 def test_every_verification_mode_is_the_same_in_multi_step_runs(tiny_llm, tmp_path: Path, verify: str) -> None:
     options = {**tiny_heads.make("eagle3", tmp_path), "verify": verify, "adaptive": "no"}

@@ -86,6 +86,33 @@ def test_kernels_and_torch_operations_that_a_replay_would_miss_are_not_recorded(
     assert ops.record(lambda _: logits.cosh()) is None
 
 
+INTEGER_OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "add": lambda a, b: a + b[:, None],
+    "subtract": lambda a, b: a - b[:, None],
+    "and": lambda a, b: (a >= 0) & (a <= b[:, None]),
+    "floor_divide": lambda a, _: a // 3,
+    "remainder": lambda a, _: (a + 1) % 3,
+    "compare": lambda a, b: torch.where(a > 1, b[:, None], -1),
+    "equal": lambda a, _: a == 2,
+    "at least": lambda a, b: a >= b[:, None],
+    "clamp": lambda a, _: a.clamp(min=-1).clamp(max=2),
+    "masked_fill": lambda a, b: a.masked_fill(b[:, None] == 0, 7),
+    "convert": lambda a, _: a.t().long(),
+}
+
+
+@pytest.mark.parametrize("name", INTEGER_OPERATIONS)
+def test_a_replay_computes_integers_as_torch_does(name: str) -> None:
+    ops, run, found = load("cpu"), INTEGER_OPERATIONS[name], []
+    left, right = torch.zeros(2, 5, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    replay = ops.record(lambda _: found.append(run(left, right)))
+    assert replay is not None
+    left.copy_(torch.tensor([[-7, -3, -1, 0, 1], [2, 3, 4, 5, 6]]))
+    right.copy_(torch.tensor([0, 3]))
+    replay()
+    assert found[0].dtype is run(left, right).dtype and torch.equal(found[0], run(left, right))
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("least", [0.0, 1e-4, 0.5])
 @pytest.mark.parametrize("name", DRAFTERS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -52,6 +52,8 @@ class RunBuffers:
     requests: list[Request] = field(default_factory=list)  # requests whose floats and seeds are in the buffers
     captured: bool = False  # its graphs exist: steps have the latency of all steps to come
     kept: bool = False  # captured by the warm-up
+    # By part of a step, on devices without CUDA graphs: its recording; None: it cannot be recorded.
+    replays: dict[str, Any] = field(default_factory=dict)
 
 
 class StepGraphs(Protocol):
@@ -151,7 +153,7 @@ class MultiStepRunner:
             if outputs is not None and not outputs.needs_step():
                 break
             if processing is None:
-                self.run_part(("target", *key), lambda: self._target(buffers))
+                self._run_part(buffers, key, "target", lambda: self._target(buffers))
             else:
                 self._target(buffers, processing)
             if outputs is not None:
@@ -159,12 +161,27 @@ class MultiStepRunner:
             if step < timed:
                 fences.append(self.device.fence())
             if drafter is not None:
-                self.run_part(("extend", *key), drafter.extend)
+                self._run_part(buffers, key, "extend", drafter.extend)
                 if buffers.state.width:
-                    self.run_part(("decode", *key), drafter.decode)
+                    self._run_part(buffers, key, "decode", drafter.decode)
             if step < timed:
                 fences.append(self.device.fence())
         return fences
+
+    def _run_part(self, buffers: RunBuffers, key: Key, part: str, run: Callable[[], None]) -> None:
+        """Run a part of a decode step: by CUDA graphs, or by a recording, which is made when it first runs."""
+        if self.graphs.decoding:
+            self.run_part((part, *key), run)
+            return
+        if part not in buffers.replays:
+            changed = [buffer.tensor for buffer in (buffers.integers, buffers.states) if buffer is not None]
+            before = [tensor.clone() for tensor in changed]
+            buffers.replays[part] = self.ops.record(lambda _: run())
+            if buffers.replays[part] is not None:
+                return
+            for tensor, values in zip(changed, before, strict=True):  # a part of it may have run
+                tensor.copy_(values)
+        (buffers.replays[part] or run)()
 
     def run_part(self, key: tuple[Hashable, ...], run: Callable[[], None]) -> None:
         """Run a part of a decode step, by replay if it is captured."""

@@ -16,11 +16,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _native
-from .runtime import FLOAT, INTEGER, LONG, address, floats
+from .runtime import FLAG, FLOAT, INTEGER, LONG, address, floats
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
 ALLOCATIONS = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default}
+CONSTANTS = {aten.arange.default, aten.ones_like.default, aten.scalar_tensor.default}  # not written to afterwards
+INTEGERS = {torch.bool, FLAG, INTEGER, LONG}
+NO_OPERAND = (0, 0, 0, 0, 0)
+Operand = tuple[int, int, int, int, int]  # address, value, bytes of an element, strides of rows and columns in bytes
 
 
 class NotRecordableError(Exception):
@@ -50,7 +54,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         self.alive.append((args, kwargs, out))
-        if func.is_view or func in ALLOCATIONS:
+        if func.is_view or func in ALLOCATIONS or func in CONSTANTS:
             return out
         if func not in TRANSLATIONS:
             raise NotRecordableError(str(func))
@@ -132,6 +136,11 @@ def _cat(native: _native.Recording, out: Tensor, parts: Sequence[Tensor], dim: i
         begin += part.shape[dim]
 
 
+def _stack(native: _native.Recording, out: Tensor, parts: Sequence[Tensor], dim: int = 0) -> None:
+    for index, part in enumerate(parts):
+        _copy(native, out.select(dim, index), part)
+
+
 def _index_select(native: _native.Recording, out: Tensor, source: Tensor, dim: int, indices: Tensor) -> None:
     if dim != 0 or indices.dtype is not INTEGER or not (source.is_contiguous() and indices.is_contiguous()):
         raise NotRecordableError("index_select of columns, or by other indices than int32")
@@ -145,8 +154,8 @@ def _clear(native: _native.Recording, out: Tensor, *_: Any) -> None:
 
 
 def _add(native: _native.Recording, out: Tensor, left: Tensor, right: Tensor | int) -> None:
-    if isinstance(right, int) and left.dtype is INTEGER and left.is_contiguous():
-        native.offset(out.data_ptr(), left.data_ptr(), right, left.numel())
+    if out.dtype in INTEGERS:
+        _integers(native, "add", out, left, right)
         return
     if not isinstance(right, Tensor) or left.dtype is not FLOAT or right.dtype is not FLOAT or left.dim() != 2:
         raise NotRecordableError("addition of other tensors than fp32 matrices")
@@ -172,8 +181,11 @@ def _fill(native: _native.Recording, out: Tensor, _: Any, shape: Any, value: flo
 def _scatter(
     native: _native.Recording, out: Tensor, target: Tensor, indices: Sequence[Tensor | None], values: Tensor
 ) -> None:
-    """Translate `target[:, columns] = values` for fp32 matrices."""
+    """Translate `target[:, columns] = values` and `target[rows] = values` for fp32 matrices."""
     columns = indices[-1]
+    if len(indices) == 1 and columns is not None and columns.dtype is LONG:
+        _put_rows(native, target, columns, values)
+        return
     if len(indices) != 2 or indices[0] is not None or columns is None or columns.dtype is not LONG:
         raise NotRecordableError("an assignment to other parts than columns")
     rows, count = target.shape[0], columns.shape[0]
@@ -186,20 +198,65 @@ def _scatter(
     native.scatter(*addresses, rows, count, target.shape[1])
 
 
+def _put_rows(native: _native.Recording, target: Tensor, rows: Tensor, values: Tensor) -> None:
+    parts = target, rows, values
+    fits = target.dim() == 2 and rows.dim() == 1 and values.shape == (rows.shape[0], target.shape[1])
+    if not fits or target.dtype is not values.dtype or not all(part.is_contiguous() for part in parts):
+        raise NotRecordableError("an assignment to rows that are not whole")
+    addresses = target.data_ptr(), values.data_ptr(), rows.data_ptr()
+    native.put_rows(*addresses, rows.shape[0], target.shape[0], target.shape[1] * target.itemsize)
+
+
 def _sigmoid(native: _native.Recording, out: Tensor, source: Tensor) -> None:
     if source.dtype is not FLOAT or not source.is_contiguous():
         raise NotRecordableError("sigmoid of other numbers than fp32")
     native.sigmoid(out.data_ptr(), source.data_ptr(), source.numel())
 
 
-def _equals(native: _native.Recording, out: Tensor, source: Tensor, value: int) -> None:
-    if source.dtype is not INTEGER or not source.is_contiguous():
-        raise NotRecordableError("comparison of other numbers than int32")
-    native.equals(out.data_ptr(), source.data_ptr(), value, source.numel())
+def _integers(native: _native.Recording, name: str, out: Tensor, *operands: Tensor | int) -> None:
+    """Translate arithmetic on integers and flags, with at most two dimensions."""
+    if out.dim() > 2 or out.dtype not in INTEGERS:
+        raise NotRecordableError(f"{name} of {out.dtype} in {out.dim()} dimensions")
+    rows, columns = [1, 1, *out.shape][-2:]
+    found = [_operand(each, out) for each in operands]
+    native.integers(name, rows, columns, _operand(out, out), *found, *[NO_OPERAND] * (3 - len(found)))
+
+
+def _operand(value: Tensor | int, out: Tensor) -> Operand:
+    if isinstance(value, int):
+        return 0, value, 0, 0, 0
+    if not isinstance(value, Tensor) or value.dtype not in INTEGERS:
+        raise NotRecordableError("arithmetic on integers with other operands")
+    row, column = ([0, 0] + [stride * value.itemsize for stride in value.expand(out.shape).stride()])[-2:]
+    return value.data_ptr(), 0, value.itemsize, row, column
+
+
+def _arithmetic(name: str) -> Callable[..., None]:
+    def translate(native: _native.Recording, out: Tensor, *operands: Tensor | int) -> None:
+        _integers(native, name, out, *operands)
+
+    return translate
+
+
+def _clamp(native: _native.Recording, out: Tensor, source: Tensor, least: Any = None, most: Any = None) -> None:
+    if (least is None) == (most is None):
+        raise NotRecordableError("a clamp that has not one limit")
+    _integers(native, "smaller" if least is None else "larger", out, source, most if least is None else least)
+
+
+def _masked_fill(native: _native.Recording, out: Tensor, source: Tensor, mask: Tensor, value: int) -> None:
+    _integers(native, "select", out, mask, value, source)
+
+
+def _convert(native: _native.Recording, out: Tensor, source: Tensor) -> None:
+    _integers(native, "add", out, source, 0)
 
 
 def _where(native: _native.Recording, out: Tensor, flags: Tensor, chosen: Tensor, other: Tensor) -> None:
-    """Translate a choice between one row and the rows of a matrix [rows, columns] fp32."""
+    """Translate a choice between integers, or between one row and the rows of a matrix [rows, columns] fp32."""
+    if out.dtype in INTEGERS:
+        _integers(native, "select", out, flags, chosen, other)
+        return
     parts = flags, chosen, other
     rows = other.shape[0]
     fits = other.dim() == 2 and flags.shape == (rows, 1) and chosen.shape == other.shape[1:] and out.dtype is FLOAT
@@ -214,13 +271,26 @@ TRANSLATIONS: dict[Any, Callable[..., None]] = {
     aten.copy_.default: _copy_into,
     aten.cat.default: _cat,
     aten.cat.out: _cat,
+    aten.stack.out: _stack,
     aten.index_select.default: _index_select,
     aten.new_zeros.default: _clear,
     aten.zeros_like.default: _clear,
     aten.add.Tensor: _add,
     aten.add_.Tensor: _add,
     aten.mul.Tensor: _mul,
-    aten.eq.Scalar: _equals,
+    aten.sub.Tensor: _arithmetic("subtract"),
+    aten.bitwise_and.Tensor: _arithmetic("both"),
+    aten.floor_divide.default: _arithmetic("divide"),
+    aten.remainder.Scalar: _arithmetic("remainder"),
+    aten.eq.Scalar: _arithmetic("equal"),
+    aten.ge.Scalar: _arithmetic("at_least"),
+    aten.ge.Tensor: _arithmetic("at_least"),
+    aten.gt.Scalar: _arithmetic("above"),
+    aten.le.Tensor: _arithmetic("at_most"),
+    aten.clamp.default: _clamp,
+    aten.masked_fill.Scalar: _masked_fill,
+    aten.masked_fill_.Scalar: _masked_fill,
+    aten._to_copy.default: _convert,
     aten.new_full.default: _fill,
     aten.index_put_.default: _scatter,
     aten.sigmoid.default: _sigmoid,
