@@ -128,7 +128,7 @@ class AsyncLLM:
             waiting=scheduler.waiting_count,
             blocked=scheduler.blocked_count,
             pages=cache.pages,
-            pages_used=max(cache.pages - cache.available, 0),
+            pages_used=round(cache.usage * cache.pages),
         )
 
     async def generate(

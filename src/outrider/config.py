@@ -55,7 +55,9 @@ class EngineConfig:
     max_requests: int = 64  # requests in one step
     max_step_tokens: int | None = None  # tokens in one step, longer prompts are chunked; None: the device's default
     page_size: int = 16  # tokens in a page of the key/value cache
-    cache_tokens: int | None = None  # capacity of the key/value cache; None: cache_share of the free memory
+    # Memory of the key/value cache, in tokens of which all layers keep keys and values; None: cache_share of the free
+    # memory. Layers with a sliding window keep fewer tokens, and leave the memory to the others.
+    cache_tokens: int | None = None
     cache_share: float | None = None  # None: the device's default
     prefix_cache: bool = True
     decode_steps: int | None = None  # limit on decode steps without the host; None: the device's default
@@ -118,12 +120,17 @@ class DeviceFacts:
     backend: str
     trained_context: int
     kv_dtype: str
-    cache_bytes_per_token: int  # all layers, including the drafter's
+    cache_bytes_per_token: int  # all layers, including the drafter's, without those that have window pages
     free_bytes: int
     cache_share: float  # this and the next two: the device's defaults
     step_tokens: int
     decode_steps: int
-    window: int = 0  # the widest sliding window of all layers, in tokens; 0: some layer has none
+    window: int = 0  # the widest sliding window of all layers, in tokens; 0: no layer has one
+    window_bytes_per_token: int = 0  # of the layers with a sliding window
+
+    def text_bytes(self, tokens: int) -> int:
+        """Return the bytes of the keys and values of a text: its layers with a sliding window keep the window."""
+        return tokens * self.cache_bytes_per_token + min(tokens, self.window) * self.window_bytes_per_token
 
 
 @dataclass(frozen=True)
@@ -142,14 +149,28 @@ class ResolvedConfig:
     decode_steps: int
     seed: int
     kv_bytes_per_token: int = 0  # of the key/value cache, in all layers, including the drafter's
+    context_bytes: int = 0  # of the keys and values of a text as long as `max_context`
+    window: int = 0  # the widest sliding window of all layers, in tokens; 0: no layer has one
+    window_pages: int = 0
+    window_bytes_per_token: int = 0  # of the layers with a sliding window, as part of `kv_bytes_per_token`
+
+    @property
+    def cache_bytes(self) -> int:
+        """Return the bytes of the key/value cache."""
+        windows = self.window_pages * self.window_bytes_per_token
+        return self.page_size * (self.pages * (self.kv_bytes_per_token - self.window_bytes_per_token) + windows)
 
     @property
     def kv_memory(self) -> str:
         """Describe the memory of the key/value cache: per token, in all, and of one text as long as the context."""
-        each, tokens = self.kv_bytes_per_token, self.pages * self.page_size
+        each, tokens = f"{self.kv_bytes_per_token} bytes per token", f"{self.pages * self.page_size} tokens"
+        if self.window:
+            left = self.kv_bytes_per_token - self.window_bytes_per_token
+            each += f", {left} behind a window of {self.window}"
+            tokens += f" with windows of {self.window_pages * self.page_size}"
         return (
-            f"{each} bytes per token ({self.kv_dtype}), {_size(tokens * each)} for {tokens} tokens, "
-            f"{_size(self.max_context * each)} for a context of {self.max_context}"
+            f"{each} ({self.kv_dtype}), {_size(self.cache_bytes)} for {tokens}, "
+            f"{_size(self.context_bytes)} for a context of {self.max_context}"
         )
 
 
@@ -225,22 +246,50 @@ def step_tokens(config: EngineConfig, facts: DeviceFacts) -> int:
     return config.max_step_tokens or max(facts.step_tokens, 2 * config.max_requests)
 
 
-def _windows_fit(config: EngineConfig, facts: DeviceFacts, pages: int) -> bool:
-    """Return whether a text of any length fits, because the pages behind every layer's window are given back."""
-    held = facts.window + step_tokens(config, facts) + 4 * config.page_size
-    return facts.window > 0 and pages * config.page_size >= held
+def most_window_pages(window: int, step_tokens: int, page_size: int) -> int:
+    """Return the window pages that a text of any length holds at once: of its window and of the largest step.
+
+    Both ends may lie within a page, hence one more.
+    """
+    return -(-(window + step_tokens) // page_size) + 1
 
 
-def _too_long(config: EngineConfig, facts: DeviceFacts, held: int) -> str:
+def _pages(config: EngineConfig, facts: DeviceFacts, context: int) -> tuple[int, int]:
+    """Return the pages of the key/value cache, and the window pages of the layers with a sliding window.
+
+    Both take the memory of as many pages with a window page each. The rest of the memory serves longer texts: first
+    one as long as the context, then the windows of all requests, then further pages.
+    """
+    size = config.page_size
+    page, window_page = size * facts.cache_bytes_per_token, size * facts.window_bytes_per_token
+    longest = -(-context // size)
+    most = longest * config.max_requests
+    if config.cache_tokens is not None:
+        equal = config.cache_tokens // size
+    else:
+        equal = min(int(facts.free_bytes * (config.cache_share or facts.cache_share)) // (page + window_page), most)
+    if not facts.window:
+        return equal, 0
+    memory, step = equal * (page + window_page), step_tokens(config, facts)
+    windows = config.max_requests * most_window_pages(facts.window, 1, size) + -(-step // size)
+    windows = min(windows, (memory - longest * page) // window_page)
+    windows = min(max(windows, most_window_pages(facts.window, step, size)), equal)
+    most = max(most, equal)
+    pages = min((memory - windows * window_page) // page, most) if page else most
+    return pages, min((memory - pages * page) // window_page, pages)
+
+
+def _too_long(config: EngineConfig, facts: DeviceFacts, held: int, cache_bytes: int) -> str:
     """Say that the keys and values of `max_context` tokens do not fit, and what does."""
     if config.cache_tokens is not None:
         given = f"`max_context` is {config.max_context}, but `cache_tokens` is {config.cache_tokens}"
         return f"{given}: raise it, or pass {held}"
     each, context = facts.cache_bytes_per_token, config.max_context or facts.trained_context
+    each += facts.window_bytes_per_token
     smaller = "" if facts.kv_dtype in ("int8", "fp8") else ", or `kv_dtype=int8`, which takes half the memory"
     return (
-        f"`max_context` is {context}, whose keys and values take {_size(context * each)} ({each} bytes per token, "
-        f"{facts.kv_dtype}), but the memory left for them is {_size(held * each)}: pass {held} or less{smaller}"
+        f"`max_context` is {context}, whose keys and values take {_size(facts.text_bytes(context))} ({each} bytes per "
+        f"token, {facts.kv_dtype}), but the memory left for them is {_size(cache_bytes)}: pass {held} or less{smaller}"
     )
 
 
@@ -252,30 +301,36 @@ def resolve(config: EngineConfig, facts: DeviceFacts) -> ResolvedConfig:
             f"`max_context` is {context}, but the model was trained for {facts.trained_context} tokens: "
             f"pass {facts.trained_context} or less"
         )
-    tokens = config.cache_tokens
-    if tokens is None:
-        affordable = int(facts.free_bytes * (config.cache_share or facts.cache_share)) // facts.cache_bytes_per_token
-        tokens = min(affordable, -(-context // config.page_size) * config.page_size * config.max_requests)
-    pages = tokens // config.page_size
+    pages, window_pages = _pages(config, facts, context)
     if pages < 1:
+        each = facts.cache_bytes_per_token + facts.window_bytes_per_token
+        share = config.cache_share or facts.cache_share
+        tokens = config.cache_tokens or int(facts.free_bytes * share) // each
         remedy = "free some memory, or pass `quantize=int4`" if config.cache_tokens is None else "raise `cache_tokens`"
         raise UserError(
             f"the key/value cache would hold {tokens} tokens, less than one page of {config.page_size}: {remedy}"
         )
-    held = pages * config.page_size
-    if config.max_context is not None and tokens < context and not _windows_fit(config, facts, pages):
-        raise UserError(_too_long(config, facts, held))
-    return ResolvedConfig(
+    step = step_tokens(config, facts)
+    few_windows = facts.window and window_pages < most_window_pages(facts.window, step, config.page_size)
+    held = (window_pages if few_windows else pages) * config.page_size
+    resolved = ResolvedConfig(
         model=config.model,
         backend=facts.backend,
         kv_dtype=facts.kv_dtype,
-        max_context=context if _windows_fit(config, facts, pages) else min(context, held),
+        max_context=min(context, held),
         max_requests=config.max_requests,
-        max_step_tokens=step_tokens(config, facts),
+        max_step_tokens=step,
         page_size=config.page_size,
         pages=pages,
         prefix_cache=config.prefix_cache,
         decode_steps=config.decode_steps or facts.decode_steps,
         seed=config.seed,
-        kv_bytes_per_token=facts.cache_bytes_per_token,
+        kv_bytes_per_token=facts.cache_bytes_per_token + facts.window_bytes_per_token,
+        context_bytes=facts.text_bytes(min(context, held)),
+        window=facts.window,
+        window_pages=window_pages,
+        window_bytes_per_token=facts.window_bytes_per_token,
     )
+    if config.max_context is not None and max(held, config.cache_tokens or 0) < context:
+        raise UserError(_too_long(config, facts, held, resolved.cache_bytes))
+    return resolved

@@ -85,7 +85,9 @@ class Engine:
         self.spec_manager = self._make_spec_manager(config, speculation, dtype, graphs)
         shape = self.model.config
         states = self._state_shape(config)
-        pages = Pages(shape.layers, shape.kv_heads, config.page_size, shape.head_dim, dtype, recurrent=states)
+        has_window = [window > 0 for window in shape.windows] if self._window(config) else ()
+        sizes = shape.layers, shape.kv_heads, config.page_size, shape.head_dim
+        pages = Pages(*sizes, dtype, recurrent=states, has_window=has_window)
         storages = [pages, *self.spec_manager.target.storages]
         self.resolved = self._resolve(config, backend, dtype, storages)
         log.info("key/value cache: %s", self.resolved.kv_memory)
@@ -93,8 +95,7 @@ class Engine:
         if states is not None:
             log.info("states of recurrent layers: %s", states.memory)
         progress(1, 2, "warming up")
-        for storage in storages:
-            storage.allocate(self.resolved.pages, self.device)
+        self._allocate(storages, self.resolved)
         self.runner = self._make_runner(pages, graphs, self.resolved)
         self.scheduler = Scheduler(
             self.resolved.pages,
@@ -104,7 +105,8 @@ class Engine:
             self.resolved.prefix_cache,
             self.resolved.decode_steps,
             self.adapters,
-            self._window,
+            self.resolved.window,
+            self.resolved.window_pages,
             0 if states is None else states.slots,
         )
         self.single_threaded_torch = SingleThreadedTorch(backend)
@@ -300,7 +302,8 @@ class Engine:
             cache_share=defaults.cache_share,
             step_tokens=defaults.step_tokens,
             decode_steps=defaults.decode_steps,
-            window=self._window,
+            window=self._window(config),
+            window_bytes_per_token=storages[0].window_bytes_per_token,
         )
         peak = self.device.peak_bytes(lambda: self._profile_run(config, facts, storages))
         free = max(self.device.free_bytes() - peak, 0)
@@ -338,11 +341,16 @@ class Engine:
             lines=max(1 + drafted, config.page_size if config.prefix_cache else 0) + shape.conv_size - 1,
         )
 
-    @property
-    def _window(self) -> int:
-        """Return the widest sliding window of all layers; 0 if some layer has none."""
-        windows = self.model.config.windows
-        return max(windows) if all(windows) else 0
+    def _window(self, config: EngineConfig) -> int:
+        """Return the widest sliding window of all layers; 0 if no text is longer."""
+        widest = max(self.model.config.windows)
+        return widest if widest < min(config.max_context or self.model.config.context, self.model.config.context) else 0
+
+    def _allocate(self, storages: list[Pages], resolved: ResolvedConfig) -> None:
+        target, *others = storages
+        target.allocate(resolved.pages, self.device, resolved.window_pages)
+        for storage in others:
+            storage.allocate(resolved.pages, self.device)
 
     def _profile_run(self, config: EngineConfig, facts: DeviceFacts, storages: list[Pages]) -> None:
         """Run the largest steps over a cache that just holds them, to measure the memory that they take."""
@@ -351,8 +359,7 @@ class Engine:
         held = tokens + 2 * config.page_size
         small = replace(config, cache_tokens=held, max_context=min(context, held))
         resolved = configuration.resolve(small, facts)
-        for storage in storages:
-            storage.allocate(resolved.pages, self.device)
+        self._allocate(storages, resolved)
         runner = self._make_runner(storages[0], Graphs(self.device, "NONE"), resolved)
         runner.profile_run(tokens, min(config.max_requests, tokens))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -57,7 +57,7 @@ class CacheState:
     next_state_slot: int = -1  # slot that its step writes them to; -1: the same
     snapshot: Snapshot | None = None  # the latest one of its states, if a later one takes its place
     branch: int = 0  # tokens that it shares with another text: the states after them are kept; 0: none
-    released: int = 0  # leading pages that were given back: no layer's window reaches them any more
+    passed: int = 0  # leading pages whose window pages were given back: no layer's window reaches them any more
     preemptions: int = 0
     cached_tokens: int = 0  # prompt tokens that the prefix cache supplied
 
@@ -151,6 +151,7 @@ class Step:
 
     rows: list[Row]
     decode_steps: int = 1  # decode steps to run without the host; pages for all of them are allocated
+    window_pages: Mapping[int, int] = field(default_factory=dict)  # new window pages, by page (cache/window_pages.py)
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,7 @@ class Runner:
 
     def step(self, step: Step) -> list[RowResult]:
         """Run a step: several decode steps without the host if the drafters can, else one."""
+        self.pages.assign(step.window_pages)
         if step.decode_steps > 1 and (results := self.multi_step.run(step)) is not None:
             return results
         started, rows = time.perf_counter(), step.rows
@@ -248,7 +249,7 @@ class Runner:
             target_rows += [begin + offset for offset in compact]
         if sources:
             upload = self.device.upload
-            self.ops.copy_kv(self.pages.layers, upload(sources, torch.int32), upload(targets, torch.int32))
+            self._copy_kv(upload(sources, torch.int32), upload(targets, torch.int32))
             if source_lines:
                 moves = upload(source_lines, torch.int32), upload(target_lines, torch.int32)
                 self.ops.copy_inputs(self.pages.state_layers, *moves)
@@ -256,6 +257,16 @@ class Runner:
             for state in states:
                 state[to_rows] = state[from_rows]
         return outcomes
+
+    def _copy_kv(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy keys and values of all layers between slots, in order."""
+        window_map, layers = self.pages.window_map, self.pages.layers
+        if full := [layer for layer in layers if layer.window_map is None]:
+            self.ops.copy_kv(full, sources, targets)
+        if window_map is not None:
+            windowed = [layer for layer in layers if layer.window_map is not None]
+            moves = window_map.translate_slots(sources), window_map.translate_slots(targets)
+            self.ops.copy_kv(windowed, *moves)
 
     def _lines(self, row: Row, offsets: Iterable[int]) -> list[int]:
         """Return the lines in which recurrent layers keep the inputs of these tokens of a row."""

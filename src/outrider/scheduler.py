@@ -7,8 +7,8 @@ preempted, and every request fits into the cache alone, so all of them finish.
 Drafted tokens run after a request's newest token. They use the tokens and pages that a step has left and never preempt
 a request. The keys and values of rejected tokens are not counted as computed, so the next step overwrites them.
 
-If every layer has a sliding window, a request gives back the pages that no window reaches any more. It keeps them if
-its drafter has keys and values in the same pages, because the drafter's layers may attend to the whole text.
+Layers with a sliding window store keys and values in window pages. A request gives back those that no window reaches
+any more. It keeps the pages themselves for the layers that attend to the whole text, and for its drafter.
 
 The states of recurrent layers are in slots. If a step ends at or just behind the end of a page, the prefix cache keeps
 the slot as a snapshot, and the next step writes to another one: nothing is copied. Snapshots stay after the end of a
@@ -28,6 +28,8 @@ from typing import Protocol
 from .adapters import Adapter
 from .cache.prefix import Match, PrefixCache
 from .cache.state_slots import StateSlots
+from .cache.window_pages import WindowPages
+from .config import most_window_pages
 from .errors import UserError
 from .request import Request, Row, RowResult, Step
 from .types import DecodeStep, Draft, Ending, FinishReason, TokenLogprobs
@@ -88,9 +90,13 @@ class Scheduler:
         decode_steps: int = 1,
         adapters: AdapterSlots | None = None,
         window: int = 0,
+        window_pages: int = 0,
         state_slots: int = 0,
     ) -> None:
         """adapters: lends the slots in which requests with an adapter run; None: no request has one.
+
+        window: the widest sliding window of all layers, in tokens; window_pages: the pages of the layers that have one.
+        Both are 0 for a model without.
 
         state_slots: of a model with recurrent layers, one more at least than requests can run; 0: another model. Those
         that no request needs hold snapshots.
@@ -99,9 +105,10 @@ class Scheduler:
         self.max_step_tokens = max_step_tokens
         self.decode_steps = decode_steps  # limit on decode steps of one Step, if all rows are multi-step
         self.adapters = adapters
-        self.window = window  # the widest of all layers, in tokens; 0: some layer has none
         self.states = StateSlots(state_slots) if state_slots else None
-        self.cache = PrefixCache(pages, page_size, prefix_cache, self.states)
+        self.windows = WindowPages(window_pages, pages, page_size, window) if window else None
+        self._most_windows = most_window_pages(window, max_step_tokens, page_size)  # that a request holds at once
+        self.cache = PrefixCache(pages, page_size, prefix_cache, self.states, self.windows)
         self._clock = itertools.count()
         self._order: dict[Request, int] = {}  # arrival number of every unfinished request
         self._by_id: dict[str, Request] = {}
@@ -189,7 +196,8 @@ class Scheduler:
         if not step.rows:
             return None
         allocated = self._allocate_decode_steps(step.rows, decode_steps or self.decode_steps)
-        return Step(list(step.rows.values()), allocated)
+        changes = {} if self.windows is None else dict(self.windows.changes)
+        return Step(list(step.rows.values()), allocated, changes)
 
     def commit(self, step: Step, results: list[RowResult]) -> list[Request]:
         """Apply the runner's results; return the requests that advanced, finished or not.
@@ -197,6 +205,8 @@ class Scheduler:
         Rows of requests that finished or were preempted since `next` are ignored.
         """
         advanced = []
+        if self.windows is not None:
+            self.windows.changes.clear()  # the runner has applied them
         for row, result in zip(step.rows, results, strict=True):
             if self._scheduled.get(row.request) is row:
                 del self._scheduled[row.request]
@@ -221,12 +231,16 @@ class Scheduler:
         for request in self._running:
             assert 0 <= request.computed < request.length, f"`{request.id}` has no token to run"
             assert len(request.pages) * size >= request.computed, f"`{request.id}` lost a page"
-            for page in request.pages[request.released :]:
+            for page in request.pages:
                 held[page] += 1
             for page in request.pages[request.computed // size :]:
                 assert self.cache.references(page) == 1, f"`{request.id}` would write a shared page"
                 assert not self.cache.is_published(page), f"`{request.id}` would write a published page"
         assert held == [self.cache.references(page) for page in range(self.cache.pages)], "a page leaked"
+        if self.windows is not None:
+            readers = Counter(page for one in self._running for page in one.pages[one.passed :])
+            published = [page for page in range(self.cache.pages) if self.cache.is_published(page)]
+            self.windows.check(published, [readers[page] for page in range(self.cache.pages)])
         assert all(not request.pages and request.computed == 0 for request in self._waiting), (
             "a waiting request holds pages"
         )
@@ -260,7 +274,9 @@ class Scheduler:
             )
         longest = min(request.max_length, len(request.prompt) + request.params.max_tokens)
         capacity = self.cache.pages * self.cache.page_size
-        if self._most_pages(request, longest) > self.cache.pages:
+        pages = -(-longest // self.cache.page_size)
+        windows = self.cache.pages if self.windows is None else self.windows.count
+        if pages > self.cache.pages or min(pages, self._most_windows) > windows:
             raise UserError(
                 f"request `{request.id}` may grow to {longest} tokens, but the key/value cache holds {capacity}: "
                 "lower `max_tokens`, or raise `cache_tokens`"
@@ -463,14 +479,15 @@ class Scheduler:
         """Give a request its cached prefix, if there is memory for the rest of its tokens; else return False."""
         limit = self._reusable(request)
         match = self.cache.match(request.tokens(0, limit), limit, request.kv_method, request.cache_salt)
-        request.pages, request.computed = match.pages, match.tokens
-        self._release_passed(request)
-        missing = self._missing_pages(request, request.length - request.computed)
-        fits = min(missing, self._most_pages(request, request.length)) <= self.cache.available
+        missing = -(-(request.length - match.tokens) // self.cache.page_size)
+        fits = missing <= self.cache.available
+        if self.windows is not None:
+            held = len(match.pages) - match.passed
+            fits = fits and min(missing, self._most_windows - held) <= self.windows.available
         if not fits or not self._take_state_slot(request, match):
-            self.cache.undo(replace(match, pages=match.pages[request.released :]))
-            request.pages, request.computed, request.released = [], 0, 0
+            self.cache.undo(match)
             return False
+        request.pages, request.computed, request.passed = match.pages, match.tokens, match.passed
         if request.admitted is None:
             request.admitted = time.perf_counter()
         if request.preemptions == 0:
@@ -516,23 +533,12 @@ class Scheduler:
         needed = -(-(request.computed + count) // self.cache.page_size)
         return max(needed - len(request.pages), 0)
 
-    def _most_pages(self, request: Request, tokens: int) -> int:
-        """Return the pages that a request with this many tokens holds at once, at most."""
-        size = self.cache.page_size
-        pages = -(-tokens // size)
-        if not self.window or request.kv_method:
-            return pages
-        # The window, the largest step, the page before the window, and two pages that both begin and end within.
-        return min(pages, -(-(self.window + self.max_step_tokens) // size) + 3)
-
     def _release_passed(self, request: Request) -> None:
-        """Give back the pages that no layer's window reaches any more, except the last: published pages follow it."""
-        if not self.window or request.kv_method:
-            return
-        first = (request.computed - self.window + 1) // self.cache.page_size - 1
-        if first > request.released:
-            self.cache.release_passed(request.pages[request.released : first])
-            request.released = first
+        """Give back the window pages that no layer's window reaches any more."""
+        if self.windows is not None:
+            first = self.windows.first_reached(request.computed)
+            self.cache.release_windows(request.pages[request.passed : first])
+            request.passed = first
 
     def _accept(self, row: Row, result: RowResult) -> None:
         request = row.request
@@ -615,5 +621,5 @@ class Scheduler:
 
     def _free_pages(self, request: Request) -> None:
         self._scheduled.pop(request, None)
-        self.cache.release(request.pages[request.released :])
-        request.pages, request.computed, request.released = [], 0, 0
+        self.cache.release(request.pages, request.passed)
+        request.pages, request.computed, request.passed = [], 0, 0

@@ -16,7 +16,7 @@ import tiny_heads
 from outrider import LLM, SamplingParams
 from outrider.bench import transformers_baseline
 from outrider.bench.kernels import Recorder
-from outrider.bench.speed import SpeedConfig, beyond_weights, cache_bytes, decode, weight_bytes
+from outrider.bench.speed import SpeedConfig, beyond_weights, decode, weight_bytes
 from outrider.device import HOST
 from outrider.diagnostics.machine import COPIES, DeviceBandwidthMeter, HostBandwidthMeter, bandwidth_meter
 from outrider.errors import UserError
@@ -140,9 +140,10 @@ def test_a_copy_is_timed_until_the_device_has_finished() -> None:
 def test_memory_beyond_weights_and_cache_leaves_out_both(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = 4 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128) + 2 * 64 * 512  # matrices, all of them
     assert weight_bytes(llm) == 2 * parameters
-    assert cache_bytes(llm) == 1024 * 4 * 2 * 2 * 16 * 2  # tokens, layers, keys and values, heads, floats, bytes
+    # Tokens, layers, keys and values, heads, floats, bytes.
+    assert llm.resolved.cache_bytes == 1024 * 4 * 2 * 2 * 16 * 2
     monkeypatch.setattr(llm.engine, "device", Elsewhere(free=10**9))
-    before = 10**9 + weight_bytes(llm) + cache_bytes(llm) + 777
+    before = 10**9 + weight_bytes(llm) + llm.resolved.cache_bytes + 777
     assert beyond_weights(llm, before) == 777
 
 

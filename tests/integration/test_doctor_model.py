@@ -157,15 +157,19 @@ def test_a_model_of_the_catalog_is_described_before_it_is_pulled(
     assert not list(tmp_path.rglob("*.gguf"))
 
 
-@pytest.mark.parametrize(("name", "window"), [("mistral", True), ("gemma3", False)])
-def test_memory_is_that_of_the_window_if_every_layer_has_one(outrider, tmp_path: Path, name: str, window: bool) -> None:
+@pytest.mark.parametrize(("name", "full"), [("mistral", 0), ("gemma3", 2), ("llama", 3)])
+def test_layers_with_a_window_take_the_memory_of_the_window(outrider, tmp_path: Path, name: str, full: int) -> None:
+    """full: layers that attend to the whole text."""
     folder = tiny.copy(name, tmp_path / name)
     config, found = tiny.original(name).config, examined(outrider, folder)["memory"]
-    tokens = config.sliding_window if window else config.max_position_embeddings
-    assert found["window"] == (config.sliding_window if window else 0)
-    assert found["kv_bytes_of_context"] == found["kv_bytes_per_1k_tokens"] // 1000 * tokens
+    each = 2 * 2 * 16 * 4  # keys and values, heads, floats, bytes of a layer and a token
+    sliding, window = config.num_hidden_layers - full, getattr(config, "sliding_window", None) or 0
+    assert found["window"] == window
+    assert found["kv_bytes_per_1k_tokens"] == (full + sliding) * each * 1000
+    assert found["kv_bytes_of_context"] == each * (full * config.max_position_embeddings + sliding * window)
     words = " ".join(outrider("doctor", "-m", folder).stdout.split())
-    assert (f"of which a window of {tokens} tokens is kept" in words) == window
+    assert (f"of which a window of {window} tokens is kept" in words) == (full == 0)
+    assert (f"behind a window of {window} tokens" in words) == (full > 0 and window > 0)
 
 
 def test_hybrid_models_state_the_memory_of_their_states(outrider, tmp_path: Path) -> None:

@@ -61,20 +61,25 @@ class FakeRunner:
     """Writes into every slot the whole history that it stands for, and believes only what it reads back.
 
     Requests that a drafter follows have a second set of slots: a prefix without them must not be taken for them.
-    Recurrent layers have states: each knows its text, and how much of that it has read for good.
+    Recurrent layers have states: each knows its text, and how much of that it has read for good. Layers with a sliding
+    window have slots in window pages, of which they read the last ones.
     """
 
     def __init__(self, page_size: int, window: int = 0, recurrent: bool = False) -> None:
         self.states: dict[int, tuple[int, tuple[int, ...]]] | None = {} if recurrent else None
         self.page_size = page_size
-        self.window = window  # tokens that a token reads, itself included; 0: all
+        self.window = window  # tokens that a token reads in layers with a window, itself included; 0: no such layers
+        self.window_pages: dict[int, int] = {}  # by page, as the steps tell it
+        self.window_slots: dict[tuple[int, int], tuple[int, ...]] = {}
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
         self.followed: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def step(self, step: Step, width: int = 0, branches: int = 1) -> list[RowResult]:
         """Run the rows; draft `width` tokens for the next step."""
         writers: dict[int, Request] = {}
+        window_writers: dict[int, Request] = {}
         results = []
+        self.window_pages.update(step.window_pages)
         if self.states is not None:
             self.check_states(step.rows)
         for row in step.rows:
@@ -83,6 +88,10 @@ class FakeRunner:
                 page, _ = slot = self.slot(row.request, row.start + index)
                 assert writers.setdefault(page, row.request) is row.request, "two rows write one page"
                 self.slots[slot] = history
+                if self.window:
+                    window_page, _ = slot = self.window_slot(row.request, row.start + index)
+                    assert window_writers.setdefault(window_page, row.request) is row.request
+                    self.window_slots[slot] = history
             results.append(self.answer(row, histories, width, branches))
         return results
 
@@ -104,6 +113,8 @@ class FakeRunner:
     def histories(self, row: Row) -> list[tuple[int, ...]]:
         """What each token of the row stands for: all tokens up to it, on its own path."""
         history = self.read(self.slots, row.request, row.start)
+        if self.window:
+            self.read_window(row.request, history)
         found: list[tuple[int, ...]] = []
         for token in row.tokens:
             history = (*history, token)
@@ -120,13 +131,21 @@ class FakeRunner:
     def read(self, slots: dict[tuple[int, int], tuple[int, ...]], request: Request, stop: int) -> tuple[int, ...]:
         """Tokens [0, stop) as the pages hold them; each slot must agree on all that stands before it."""
         history: tuple[int, ...] = ()
-        begin = max(stop - self.window + 1, 0) if self.window else 0
-        for position in range(begin, stop):
+        for position in range(stop):
             held = slots[self.slot(request, position)]
-            history = history or held[:-1]
             assert held[:-1] == history, f"`{request.id}` reads a page that was written for another prefix"
             history = held
         return history
+
+    def window_slot(self, request: Request, position: int) -> tuple[int, int]:
+        page, offset = self.slot(request, position)
+        return self.window_pages[page], offset
+
+    def read_window(self, request: Request, history: tuple[int, ...]) -> None:
+        """The window pages hold the end of this history, as far as a window reaches back."""
+        for position in range(max(len(history) - self.window + 1, 0), len(history)):
+            held = self.window_slots[self.window_slot(request, position)]
+            assert held == history[: position + 1], f"`{request.id}` reads a window page of another prefix"
 
     def answer(self, row: Row, histories: list[tuple[int, ...]], width: int, branches: int) -> RowResult:
         request, stop = row.request, row.start + len(row.tokens)
@@ -138,6 +157,8 @@ class FakeRunner:
         tokens, path = self.verify(row, histories) if row.sample else ([], [])
         for depth, index in enumerate(path):  # the accepted path is compacted
             self.slots[self.slot(request, stop - 1 + depth)] = histories[len(row.tokens) - 1 + index]
+            if self.window:
+                self.window_slots[self.window_slot(request, stop - 1 + depth)] = histories[len(row.tokens) - 1 + index]
         kept = stop + max(len(path) - 1, 0)
         if self.states is not None:
             _, target, read = row.states

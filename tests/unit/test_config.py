@@ -124,6 +124,49 @@ def test_the_memory_of_the_cache_is_stated() -> None:
     assert plan.kv_memory == words
 
 
+# A token takes 200 bytes in the layers that attend to all, and 1000 in those with a window of 100 tokens.
+MIXED = replace(FACTS, cache_bytes_per_token=200, window=100, window_bytes_per_token=1000)
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "max_requests", "pages", "window_pages", "max_context"),
+    [
+        (400_000, 4, 10, 10, 160),  # too little for the window and the largest step: every page has a window page
+        (1_000_000, 4, 36, 24, 576),  # enough for these, the rest for a longer text
+        (2_000_000, 64, 132, 36, 2048),  # one text as long as the context, the rest for more windows
+        (4_000_000, 4, 384, 48, 2048),  # the windows of four requests and the largest step, the rest for longer texts
+        (10_000_000, 4, 512, 209, 2048),  # four texts as long as the context, the rest for windows of cached prefixes
+        (100_000_000, 4, 512, 512, 2048),  # more is never needed
+    ],
+)
+def test_pages_and_window_pages_share_the_memory(
+    free_bytes: int, max_requests: int, pages: int, window_pages: int, max_context: int
+) -> None:
+    plan = resolve(EngineConfig(max_requests=max_requests), replace(MIXED, free_bytes=free_bytes))
+    assert (plan.pages, plan.window_pages, plan.max_context) == (pages, window_pages, max_context)
+    assert plan.cache_bytes == 16 * (200 * pages + 1000 * window_pages) <= free_bytes // 2
+
+
+def test_cache_tokens_set_the_memory_of_all_layers() -> None:
+    plan = resolve(EngineConfig(cache_tokens=1024, max_context=2048), MIXED)
+    assert plan.cache_bytes <= 1024 * 1200 < plan.cache_bytes + 2 * 16 * 1200
+    assert plan.max_context == 2048
+    sliding = resolve(EngineConfig(cache_tokens=512), replace(MIXED, cache_bytes_per_token=0))
+    assert (sliding.window_pages, sliding.max_context) == (32, 2048)
+    with pytest.raises(UserError, match=r"is 2048, but `cache_tokens` is 512: raise it, or pass 1152$"):
+        resolve(EngineConfig(cache_tokens=512, max_context=2048), MIXED)
+
+
+def test_the_memory_of_windows_is_stated() -> None:
+    plan = resolve(EngineConfig(max_requests=4), replace(MIXED, free_bytes=4_000_000))
+    assert plan.kv_memory == (
+        "1200 bytes per token, 200 behind a window of 100 (float16), 2.0 MB for 6144 tokens with windows of 768, "
+        "0.5 MB for a context of 2048"
+    )
+    with pytest.raises(UserError, match=r"keys and values take 0.5 MB .* left for them is 0.5 MB: pass 576 or less"):
+        resolve(EngineConfig(max_context=2048), replace(MIXED, free_bytes=1_000_000))
+
+
 def test_deprecated_names_still_work() -> None:
     assert make_config("model", {"rounds": 3}).decode_steps == 3
     assert types.Request is request.Request and types.UserError is UserError

@@ -14,9 +14,14 @@ from outrider.types import FinishReason, TokenLogprobs
 
 
 def make_scheduler(
-    pages: int = 50, max_requests: int = 8, max_step_tokens: int = 16, prefix_cache: bool = True, window: int = 0
+    pages: int = 50,
+    max_requests: int = 8,
+    max_step_tokens: int = 16,
+    prefix_cache: bool = True,
+    window: int = 0,
+    window_pages: int = 0,
 ) -> Scheduler:
-    return Scheduler(pages, 2, max_requests, max_step_tokens, prefix_cache, window=window)
+    return Scheduler(pages, 2, max_requests, max_step_tokens, prefix_cache, window=window, window_pages=window_pages)
 
 
 def test_an_empty_scheduler_has_no_step() -> None:
@@ -435,17 +440,27 @@ def test_a_request_that_just_fits_runs_alone() -> None:
         assert_plain(request)
 
 
-def test_pages_behind_every_window_are_given_back() -> None:
-    """A text of 60 tokens lives in 8 pages of 2: a window of 5, a step of 4, one page before, and rests of pages."""
-    scheduler, runner = make_scheduler(pages=8, max_step_tokens=4, window=5), FakeRunner(2, window=5)
-    request = make("a", [number % 4 for number in range(40)], 20)
+@pytest.mark.parametrize("kv_method", ["", "eagle3"])
+def test_window_pages_behind_the_window_are_given_back(kv_method: str) -> None:
+    """A text of 60 tokens lives in 6 window pages of 2: a window of 5, a step of 4, and a page for both ends."""
+    scheduler, runner = make_scheduler(max_step_tokens=4, window=5, window_pages=6), FakeRunner(2, window=5)
+    windows = scheduler.windows
+    assert windows is not None
+    request = make("a", [number % 4 for number in range(40)], 20, kv_method=kv_method)
     scheduler.add(request)
     while not scheduler.is_idle:
         advance(scheduler, runner)
-        scheduler.check()
-        assert len(request.pages) - request.released <= 7
+        assert len(request.pages) - request.passed <= 4  # of the window alone, between two steps
     assert_plain(request)
-    assert scheduler.cache.available == 8
+    assert windows.available == 6
+    assert scheduler.cache.available == 50
+
+
+def test_a_text_whose_windows_never_fit_is_refused() -> None:
+    scheduler = make_scheduler(max_step_tokens=4, window=5, window_pages=5)
+    scheduler.add(make("short", [1] * 8, 2))
+    with pytest.raises(UserError, match="may grow to 60 tokens"):
+        scheduler.add(make("long", [1] * 40, 20))
 
 
 def test_without_a_window_a_long_text_is_refused() -> None:
@@ -454,25 +469,45 @@ def test_without_a_window_a_long_text_is_refused() -> None:
         scheduler.add(make("a", [1] * 40, 20))
 
 
-def test_a_drafter_with_kv_keeps_the_pages_behind_the_window() -> None:
-    scheduler, runner = make_scheduler(window=5), FakeRunner(2, window=5)
-    request = make("a", [1] * 20, 8)
-    request.kv_method = "eagle3"
-    scheduler.add(request)
-    for _ in range(5):
-        advance(scheduler, runner)
-        assert request.released == 0
-
-
-def test_a_prefix_behind_the_window_is_found_until_it_is_evicted() -> None:
-    scheduler, runner = make_scheduler(pages=12, max_step_tokens=4, window=5), FakeRunner(2, window=5)
+def test_a_prefix_is_found_while_its_window_pages_are_stored() -> None:
+    scheduler = make_scheduler(max_step_tokens=4, window=5, window_pages=8)
+    runner = FakeRunner(2, window=5)
     prompt = [number % 4 for number in range(16)]
-    first, again, other = make("a", prompt, 2), make("b", prompt, 2), make("c", [3, 3, 1] * 12, 2)
-    for request, cached in ((first, 0), (again, 14), (other, 0)):
+
+    def run(request: Request) -> int:
         scheduler.add(request)
         while not scheduler.is_idle:
             advance(scheduler, runner)
-            scheduler.check()
-        assert request.cached_tokens == cached
         assert_plain(request)
-    assert scheduler.cache.evictions > 0
+        return request.cached_tokens
+
+    assert run(make("first", prompt, 2)) == 0
+    assert run(make("again", prompt, 2)) == 14
+    assert run(make("other", [3, 3, 1] * 12, 2)) == 0  # takes all window pages
+    assert scheduler.cache.evictions == 0
+    assert run(make("evicted", prompt, 2)) == 0
+    assert run(make("computed again", prompt, 2)) == 14  # it gave its window pages to the published pages
+    used = 50 - len(scheduler.cache._free)
+    assert used == 8 + 18, "pages that were computed again are stored twice"
+
+
+def test_requests_wait_for_window_pages_and_are_preempted_for_them() -> None:
+    scheduler = make_scheduler(max_step_tokens=8, window=5, window_pages=9, prefix_cache=False)
+    runner = FakeRunner(2, window=5)
+    requests = [make(f"r{number}", [number, 1], 30) for number in range(4)]
+    for request in requests:
+        scheduler.add(request)
+    drain(scheduler, runner)
+    for request in requests:
+        assert_plain(request)
+    assert sum(request.preemptions for request in requests) > 0
+    assert scheduler.windows is not None and scheduler.windows.available == 9
+
+
+def test_window_pages_of_a_step_that_was_lost_reach_the_next_one() -> None:
+    scheduler, runner = make_scheduler(window=3, window_pages=20), FakeRunner(2, window=3)
+    request = make("a", range(4), 3)
+    scheduler.add(request)
+    assert scheduler.next() is not None  # it never runs
+    drain(scheduler, runner)
+    assert_plain(request)

@@ -49,6 +49,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_step_tokens=st.integers(1, 12),
         prefix_cache=st.sampled_from([True, True, True, False]),
         snapshots=st.sampled_from([None, None, 0, 1, 2, 20]),
+        window=st.sampled_from([0, 0, 1, 2, 5]),
+        spare_windows=st.integers(0, 8),
     )
     def open(
         self,
@@ -58,13 +60,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_step_tokens: int,
         prefix_cache: bool,
         snapshots: int | None,
+        window: int,
+        spare_windows: int,
     ) -> None:
-        """snapshots: of a model with recurrent layers; None: another model."""
+        """snapshots: of a model with recurrent layers; None: another model.
+
+        spare_windows: window pages beyond those that one request needs.
+        """
         slots = 0 if snapshots is None else max_requests + 2 + snapshots
+        window_pages = -(-(window + max_step_tokens) // page_size) + 1 + spare_windows if window else 0
         self.scheduler = Scheduler(
-            capacity // page_size, page_size, max_requests, max_step_tokens, prefix_cache, state_slots=slots
+            capacity // page_size,
+            page_size,
+            max_requests,
+            max_step_tokens,
+            prefix_cache,
+            window=window,
+            window_pages=window_pages,
+            state_slots=slots,
         )
-        self.runner = FakeRunner(page_size, recurrent=slots > 0)
+        self.runner = FakeRunner(page_size, window, recurrent=slots > 0)
         self.requests: list[Request] = []
         self.branched = False  # some draft was a tree
         self.lost = False  # a lost step may leave more pages than the next one needs
@@ -152,6 +167,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if event == "wipe":  # new weights: nothing of what lay there may be read again
             self.runner.slots.clear()
             self.runner.followed.clear()
+            self.runner.window_slots.clear()
             if self.runner.states is not None:
                 self.runner.states.clear()
         self.scheduler.check()
@@ -174,6 +190,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._advance()
         assert self.scheduler.is_idle, "the requests never finish"
         assert self.scheduler.cache.available == self.scheduler.cache.pages, "a page leaked"
+        windows = self.scheduler.windows
+        assert windows is None or windows.available == windows.count, "a window page leaked"
         if self.scheduler.states is not None:
             assert self.scheduler.states.available + len(self.scheduler.cache.snapshot_slots) == (
                 self.scheduler.states.count

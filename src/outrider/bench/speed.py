@@ -276,7 +276,7 @@ def beyond_weights(llm: LLM, free_before: int) -> int | None:
     if engine.device.torch_device.type == "cpu":
         return None
     taken = free_before - engine.device.free_bytes()
-    return taken - weight_bytes(llm) - cache_bytes(llm)
+    return taken - weight_bytes(llm) - llm.resolved.cache_bytes
 
 
 def weight_bytes(llm: LLM) -> int:
@@ -289,10 +289,3 @@ def weight_bytes(llm: LLM) -> int:
     drafters = llm.engine.spec_manager.methods.values()
     target = llm.engine.model.weight_bytes + llm.engine.model.idle_bytes + embedding
     return target + sum(getattr(drafter, "weight_bytes", 0) for drafter in drafters)
-
-
-def cache_bytes(llm: LLM) -> int:
-    """Return the bytes of the KV caches of target and drafters."""
-    engine = llm.engine
-    storages = [engine.runner.pages, *engine.spec_manager.target.storages]
-    return llm.resolved.pages * llm.resolved.page_size * sum(storage.bytes_per_token for storage in storages)

@@ -5,6 +5,9 @@ published: a later prompt that begins with the same tokens reuses it).
 
 A model with recurrent layers can continue a prefix only where their states are known. So a published page may have a
 snapshot: a slot with the states after its last token. A prompt reuses pages up to the last one with a snapshot.
+
+Likewise a model with sliding windows can continue a prefix only if its last pages, as far as a window reaches back,
+still have their window pages (window_pages.py).
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from .state_slots import StateSlots
+from .window_pages import WindowPages
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class Match:
     lookup_tokens: int  # tokens that were looked up
     published_tokens: int = 0  # tokens that published pages cover: also those behind the last snapshot
     state_slot: int = -1  # slot of the states after `tokens`; -1: no recurrent layers, or no tokens
+    passed: int = 0  # leading pages that no window reaches from there: without a reference to their window pages
 
 
 @dataclass(eq=False, slots=True)
@@ -56,6 +61,7 @@ class _Chain:
 
     node: _Node
     before: _Chain | None
+    stored: int = 0  # last pages that have their window pages
 
 
 class PrefixCache:
@@ -67,19 +73,30 @@ class PrefixCache:
 
     A request publishes only below published pages that it holds, and releases pages from the last to the first.
     So a parent is held whenever its child is, it becomes idle after its child, and the least recently used idle page
-    is always a leaf. Pages that a window has passed (`release_passed`) are the exception: evicting one unpublishes the
-    pages below it.
+    is always a leaf.
 
-    With recurrent layers, two requests may compute the same page, because the snapshot before it was evicted. Then the
-    later one adopts the published page, so that the pages after it can be published too.
+    With recurrent layers or sliding windows, two requests may compute the same page, because the snapshot or the window
+    pages before it were evicted. Then the later one adopts the published page, so that the pages after it can be
+    published too.
     """
 
-    def __init__(self, pages: int, page_size: int, sharing: bool = True, states: StateSlots | None = None) -> None:
-        """states: of a model with recurrent layers. Snapshots take slots that no request needs."""
+    def __init__(
+        self,
+        pages: int,
+        page_size: int,
+        sharing: bool = True,
+        states: StateSlots | None = None,
+        windows: WindowPages | None = None,
+    ) -> None:
+        """states: of a model with recurrent layers. Snapshots take slots that no request needs.
+
+        windows: of a model with sliding windows.
+        """
         self.pages = pages
         self.page_size = page_size
         self.sharing = sharing
         self.states = states
+        self.windows = windows
         self.lookups = 0  # tokens looked up
         self.hits = 0  # tokens found
         self.evictions = 0  # idle pages reallocated
@@ -89,14 +106,21 @@ class PrefixCache:
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._roots: dict[_Key, _Node] = {}
         self._drafters = {""}  # drafters that have published; empty: pages with the target's entries only
-        self._passed = False  # whether `release_passed` was called
         self._barred: set[int] = set()  # held while the cache was cleared: never published
         self._snapshots: OrderedDict[int, _Node] = OrderedDict()  # by slot, least recently used first
 
     @property
     def available(self) -> int:
-        """Return the number of pages that `allocate` can give."""
+        """Return the number of pages that `allocate` can give, if there are as many window pages."""
         return len(self._free) + len(self._idle)
+
+    @property
+    def usage(self) -> float:
+        """Return the share of pages that requests hold, or of window pages if it is larger."""
+        free = self.available / self.pages
+        if self.windows is not None:
+            free = min(free, self.windows.available / self.windows.count)
+        return max(1 - free, 0.0)  # without a lock, a page may be counted twice
 
     @property
     def idle(self) -> int:
@@ -117,7 +141,8 @@ class PrefixCache:
     def match(self, tokens: Sequence[int], limit: int, drafter: str = "", salt: Salt = "") -> Match:
         """Find the longest published chain of full pages within the first `limit` tokens, and reference its pages.
 
-        With recurrent layers, the chain ends at its last snapshot, whose slot is referenced too.
+        With recurrent layers, the chain ends at its last snapshot, whose slot is referenced too. With sliding windows,
+        it ends where all window pages that the next token attends to are stored. These are referenced too.
         """
         drafters = [drafter] if drafter else sorted(self._drafters)
         chain, published = self._longest_chain(tokens, limit, drafters, salt) if self.sharing else ([], 0)
@@ -128,36 +153,46 @@ class PrefixCache:
         if snapshot is not None and self.states is not None:
             snapshot.reused, slot = True, self.states.share(snapshot.slot)
             self._snapshots.move_to_end(slot)
+        tokens_found, passed = len(pages) * self.page_size, 0
+        if self.windows is not None:
+            passed = self.windows.first_reached(tokens_found)
+            for page in pages[passed:]:
+                self.windows.hold(page)
         looked_up = limit if self.sharing else 0
-        match = Match(pages, len(pages) * self.page_size, looked_up, published * self.page_size, slot)
+        match = Match(pages, tokens_found, looked_up, published * self.page_size, slot, passed)
         self.lookups += match.lookup_tokens
         self.hits += match.tokens
         return match
 
     def undo(self, match: Match) -> None:
         """Release a match that was not used, and undo its statistics."""
-        self.release(match.pages)
+        self.release(match.pages, match.passed)
         if self.states is not None and match.state_slot >= 0:
             self.states.give_back(match.state_slot)
         self.lookups -= match.lookup_tokens
         self.hits -= match.tokens
 
     def allocate(self, count: int) -> list[int] | None:
-        """Allocate `count` unshared pages; return None, and allocate nothing, if there are too few."""
-        if count > self.available:
+        """Allocate `count` unshared pages; return None, and allocate nothing, if there are too few.
+
+        With sliding windows, each of them gets a window page.
+        """
+        if count > self.available or (self.windows is not None and count > self.windows.available):
             return None
         while len(self._free) < count:
             self._evict()
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._references[page] = 1
+            if self.windows is not None:
+                self.windows.attach(page)
         return pages
 
     def publish(self, tokens: Sequence[int], pages: list[int], first: int, drafter: str = "", salt: Salt = "") -> None:
         """Publish `pages[first:]`, as far as `tokens` fill them, for later prompts to match.
 
         If another page already publishes the same content, the caller's copy and all pages after it stay private. With
-        recurrent layers, the other page takes the place of the copy in `pages` instead.
+        recurrent layers or sliding windows, the other page takes the place of the copy in `pages` instead.
         """
         if not self.sharing:
             return
@@ -172,11 +207,13 @@ class PrefixCache:
         for index, page_tokens in enumerate(self._split(tokens, len(tokens)), first):
             page, keys = pages[index], [(salt, name, page_tokens) for name in readable]
             known = next((children[key] for key in keys if key in children), None)
-            if page in self._barred or (known is not None and self.states is None):
+            if page in self._barred or (known is not None and self.states is None and self.windows is None):
                 return
             if known is not None:
                 self._hold(known.page)
-                self.release([page])
+                if self.windows is not None:
+                    self.windows.adopt(known.page, page)
+                self.release([page], 1)
                 pages[index] = known.page
             else:
                 key = (salt, drafter, page_tokens)
@@ -216,8 +253,12 @@ class PrefixCache:
             self.drop_snapshot(slot)
         return self.states.take()
 
-    def release(self, pages: Sequence[int]) -> None:
-        """Drop one reference to each page. `pages` are in the order of the sequence."""
+    def release(self, pages: Sequence[int], passed: int = 0) -> None:
+        """Drop one reference to each page, and to its window page, except those of the first `passed` pages.
+
+        `pages` are in the order of the sequence.
+        """
+        self.release_windows(pages[passed:])
         for page in reversed(pages):
             self._references[page] -= 1
             assert self._references[page] >= 0, f"page {page} was released more often than taken"
@@ -229,10 +270,11 @@ class PrefixCache:
             else:
                 self._idle[page] = None
 
-    def release_passed(self, pages: Sequence[int]) -> None:
-        """Drop one reference to each page, while the caller keeps later pages of the same sequence."""
-        self._passed = True
-        self.release(pages)
+    def release_windows(self, pages: Sequence[int]) -> None:
+        """Drop one reference to the window page of each page, while the caller keeps the pages."""
+        if self.windows is not None:
+            for page in reversed(pages):
+                self.windows.release(page, self._nodes[page] is not None)
 
     def clear(self) -> None:
         """Unpublish every page. Pages in use stay with their requests and are never matched again."""
@@ -241,6 +283,8 @@ class PrefixCache:
             self.drop_snapshot(slot)
         self._free.extend(self._idle)
         self._idle.clear()
+        if self.windows is not None:
+            self.windows.drop_all()
         self._nodes = [None] * self.pages
         self._roots = {}
         self._drafters = {""}
@@ -263,7 +307,7 @@ class PrefixCache:
             )
             assert parent is None or salt == parent.key[0], f"page {node.page} is below a page of another salt"
             in_order = parent is None or parent.page in held or node.page in idle
-            assert in_order or self._passed, f"page {node.page} outlives its parent"
+            assert in_order, f"page {node.page} outlives its parent"
             in_tree.add(node.page)
             kept = node.snapshot
             assert kept is None or self._snapshots[kept.slot] is node, f"the snapshot of page {node.page} was dropped"
@@ -271,13 +315,16 @@ class PrefixCache:
         assert idle <= in_tree and not free & in_tree, "an idle page is unpublished, or a free one published"
         assert all(self._nodes[node.page] is node for node in self._snapshots.values()), "a snapshot outlives its page"
         assert self._barred <= held and not self._barred & in_tree, "a cleared page can be matched"
+        if self.windows is not None:
+            self.windows.check(in_tree)
 
     def _longest_chain(
         self, tokens: Sequence[int], limit: int, drafters: Sequence[str], salt: Salt
     ) -> tuple[list[_Node], int]:
         """Return the longest usable chain for the first tokens, and the pages of the longest published one.
 
-        Its pages are published for one of these drafters. With recurrent layers, it ends at a snapshot.
+        Its pages are published for one of these drafters. With recurrent layers, it ends at a snapshot. With sliding
+        windows, it ends behind as many window pages as a window reaches.
         """
         # Several pages may hold the same tokens with entries of different drafters, so all branches are searched.
         branches: list[tuple[dict[_Key, _Node], _Chain | None]] = [(self._roots, None)]
@@ -285,7 +332,7 @@ class PrefixCache:
         published = 0
         for page_tokens in self._split(tokens, min(limit, len(tokens))):
             chains = [
-                _Chain(node, before)
+                _Chain(node, before, self._stored(node, before))
                 for children, before in branches
                 for name in drafters
                 if (node := children.get((salt, name, page_tokens))) is not None
@@ -294,13 +341,25 @@ class PrefixCache:
                 break
             published += 1
             branches = [(chain.node.children, chain) for chain in chains]
-            usable = chains if self.states is None else [one for one in chains if one.node.snapshot is not None]
+            usable = [one for one in chains if self._is_usable(one, published)]
             longest = usable[0] if usable else longest
         nodes: list[_Node] = []
         while longest is not None:
             nodes.append(longest.node)
             longest = longest.before
         return nodes[::-1], published
+
+    def _stored(self, node: _Node, before: _Chain | None) -> int:
+        """Return how many of the last pages of a chain have their window pages, if `node` follows `before`."""
+        if self.windows is None or not self.windows.is_stored(node.page):
+            return 0
+        return 1 if before is None else before.stored + 1
+
+    def _is_usable(self, chain: _Chain, pages: int) -> bool:
+        """Return whether a text can continue after a chain of this many pages."""
+        if self.states is not None and chain.node.snapshot is None:
+            return False
+        return self.windows is None or chain.stored >= pages - self.windows.first_reached(pages * self.page_size)
 
     def _split(self, tokens: Sequence[int], stop: int) -> Iterator[tuple[int, ...]]:
         """Yield the tokens of each full page before `stop`."""
@@ -310,34 +369,20 @@ class PrefixCache:
     def _evict(self) -> None:
         page, _ = self._idle.popitem(last=False)
         node = self._nodes[page]
-        assert node is not None and (self._passed or not node.children), f"page {page} is evicted before its children"
+        assert node is not None and not node.children, f"page {page} is evicted before its children"
         del node.siblings[node.key]
-        self._forget(node)
-        self._unpublish(node.children)
-        self._free.append(page)
-        self.evictions += 1
-
-    def _forget(self, node: _Node) -> None:
-        """Drop what is known of a page that leaves the tree."""
-        self._nodes[node.page] = None
+        self._nodes[page] = None
         if node.snapshot is not None:
             self.drop_snapshot(node.snapshot.slot)
+        if self.windows is not None:
+            self.windows.drop(page)
+        self._free.append(page)
+        self.evictions += 1
 
     def _hold(self, page: int) -> None:
         """Add a reference to a published page."""
         self._references[page] += 1
         self._idle.pop(page, None)
-
-    def _unpublish(self, nodes: dict[_Key, _Node]) -> None:
-        """Take these pages, and those below them, out of the tree. Idle ones become free."""
-        left = list(nodes.values())
-        while left:
-            node = left.pop()
-            left += node.children.values()
-            self._forget(node)
-            if node.page in self._idle:
-                del self._idle[node.page]
-                self._free.append(node.page)
 
     def _nodes_and_parents(self) -> Iterator[tuple[_Node, _Node | None]]:
         """Yield every published node with its parent."""

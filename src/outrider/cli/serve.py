@@ -61,7 +61,8 @@ def serve(
         ),
     ] = None,
     cache_tokens: Annotated[
-        int | None, typer.Option(help="Size of the KV cache in tokens [default: chosen for the device]")
+        int | None,
+        typer.Option(help="Memory of the KV cache, in tokens kept by all layers [default: chosen for the device]"),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed for sampling in requests that set no seed")] = EngineConfig.seed,
     max_waiting: Annotated[

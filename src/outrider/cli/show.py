@@ -93,7 +93,11 @@ def memory(facts: dict[str, Any]) -> str:
     each, whole = console.size(known["kv_bytes_per_1k_tokens"]), console.size(known["kv_bytes_of_context"])
     kept = f"{whole} for all of it"
     if known["window"]:
-        kept = f"{whole} for a text of any length, of which a window of {known['window']} tokens is kept"
+        behind = known["kv_bytes_per_1k_tokens"] - known["window_bytes_per_1k_tokens"]
+        if behind:
+            kept = f"{console.size(behind)} behind a window of {known['window']} tokens, {kept}"
+        else:
+            kept = f"{whole} for a text of any length, of which a window of {known['window']} tokens is kept"
     found = f"{weights}, {each} for each 1000 tokens of context ({known['kv_dtype']}), {kept}"
     if "state_bytes_per_request" in known:
         states = console.size(known["state_bytes_per_request"])

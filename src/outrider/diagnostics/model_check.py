@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from .. import catalog
-from ..device import choose_backend, open_device
+from ..config import DeviceFacts, EngineConfig, resolve
+from ..device import Device, choose_backend, open_device
 from ..errors import UserError
 from ..kernels import Weight
 from ..kernels.quantization import FORMATS
@@ -58,7 +59,7 @@ def examine_model(name: str) -> dict[str, Any]:
     """Describe a model, also one that cannot run: `problem` is the reason, or None. Nothing is downloaded."""
     path = catalog.find(name) or (None if name in catalog.CATALOG else existing(name))
     if path is None:
-        return {**describe_model(name), "problem": None, "machine": _machine({})}
+        return {**describe_model(name), "problem": None, "machine": _machine({}, 0)}
     try:
         facts, problem = describe_model(name), None
         check_tensors(path)
@@ -66,7 +67,7 @@ def examine_model(name: str) -> dict[str, Any]:
         if path.is_dir() and not (path / "config.json").is_file():
             raise
         facts, problem = _stated(name, path), _head_alone(path) or str(error)
-    return {**facts, "problem": problem, "machine": _machine(facts.get("memory", {}))}
+    return {**facts, "problem": problem, "machine": _machine(facts.get("memory", {}), facts.get("context", 0))}
 
 
 def check_tensors(path: Path) -> None:
@@ -109,17 +110,38 @@ def _stated(name: str, path: Path) -> dict[str, Any]:
     }
 
 
-def _machine(memory: dict[str, Any]) -> dict[str, Any]:
+def _machine(memory: dict[str, Any], context: int) -> dict[str, Any]:
     """Return the backend that `auto` selects, its free memory, and the tokens that fit beside the weights."""
     backend = choose_backend("auto")
     device = open_device(backend)
     free = device.free_bytes()
     found: dict[str, Any] = {"backend": backend, "free_bytes": free}
     if "kv_bytes_per_1k_tokens" in memory:
-        left = max(free - memory["weights_bytes"], 0) * device.defaults.cache_share
-        found["tokens_that_fit"] = int(left / memory["kv_bytes_per_1k_tokens"] * TOKENS)
-        found["tokens_that_fit_int8"] = int(left / memory["kv_bytes_per_1k_tokens_int8"] * TOKENS)
+        found["tokens_that_fit"] = _tokens_that_fit(memory, context, device, free, "")
+        found["tokens_that_fit_int8"] = _tokens_that_fit(memory, context, device, free, "_int8")
     return found
+
+
+def _tokens_that_fit(memory: dict[str, Any], context: int, device: Device, free: int, suffix: str) -> int:
+    """Return the tokens that an engine with default options keeps beside the weights. suffix: of the keys to read."""
+    per_token, in_window = (memory[f"{name}_bytes_per_1k_tokens{suffix}"] // TOKENS for name in ("kv", "window"))
+    facts = DeviceFacts(
+        backend="",
+        trained_context=context,
+        kv_dtype="",
+        cache_bytes_per_token=per_token - in_window,
+        free_bytes=max(free - memory["weights_bytes"], 0),
+        cache_share=device.defaults.cache_share,
+        step_tokens=device.defaults.step_tokens,
+        decode_steps=device.defaults.decode_steps,
+        window=memory["window"],
+        window_bytes_per_token=in_window,
+    )
+    try:
+        resolved = resolve(EngineConfig(), facts)
+    except UserError:
+        return 0  # not even a page
+    return resolved.pages * resolved.page_size
 
 
 def title(architecture: object) -> str:

@@ -78,9 +78,6 @@ def _describe_files(name: str, path: Path) -> dict[str, Any]:
     path = checkpoint.path
     config, tokenizer = read_config(checkpoint.config), Tokenizer.open(checkpoint.tokenizer_source)
     dtype = kv_dtype(EngineConfig(), checkpoint.float32)
-    per_token = bytes_per_token(config.attention_layers, config.kv_heads, config.head_dim, dtype)
-    quantized = bytes_per_token(config.attention_layers, config.kv_heads, config.head_dim, "int8")
-    window = max(config.windows) if all(config.windows) else 0  # 0: a layer without one keeps all tokens
     ends = sorted(tokenizer.end_ids | set(checkpoint.end_ids))
     entry = catalog.CATALOG.get(name)
     record = read_record(path) if path.is_file() else _hub_record(name, path)
@@ -109,16 +106,29 @@ def _describe_files(name: str, path: Path) -> dict[str, Any]:
         "sha256": record.get("sha256"),
         "memory": {
             "weights_bytes": checkpoint.bytes,
-            "kv_bytes_per_1k_tokens": per_token * TOKENS,
-            "kv_bytes_of_context": per_token * min(config.context, window or config.context),
-            "window": window,
-            "kv_bytes_per_1k_tokens_int8": quantized * TOKENS,
+            **_keys_and_values(config, dtype),
             "kv_dtype": dtype,
             **_states(config),
         },
         "heads": [*shipped.methods_for(name), *(["mtp"] if modules else [])],
         "trainable": config.recurrent is None,
         "drafter": _drafter(name, modules),
+    }
+
+
+def _keys_and_values(config: ModelConfig, dtype: str) -> dict[str, int]:
+    """Return the memory of keys and values. Those in layers with a sliding window are kept for the window alone."""
+    heads = config.kv_heads, config.head_dim
+    window = max(config.windows) if max(config.windows) < config.context else 0  # 0: no text is longer
+    layers, sliding = config.attention_layers, sum(each > 0 for each in config.windows) if window else 0
+    per_token, in_window = (bytes_per_token(count, *heads, dtype) for count in (layers, sliding))
+    return {
+        "kv_bytes_per_1k_tokens": per_token * TOKENS,
+        "kv_bytes_of_context": (per_token - in_window) * config.context + in_window * window,
+        "window": window,
+        "window_bytes_per_1k_tokens": in_window * TOKENS,  # as part of `kv_bytes_per_1k_tokens`
+        "kv_bytes_per_1k_tokens_int8": bytes_per_token(layers, *heads, "int8") * TOKENS,
+        "window_bytes_per_1k_tokens_int8": bytes_per_token(sliding, *heads, "int8") * TOKENS,
     }
 
 

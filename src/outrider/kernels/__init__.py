@@ -27,3 +27,4 @@ from .structures import TopLogprobs as TopLogprobs
 from .structures import VerifyInputs as VerifyInputs
 from .structures import VerifyOutput as VerifyOutput
 from .structures import Weight as Weight
+from .structures import WindowMap as WindowMap

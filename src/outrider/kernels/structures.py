@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 # swiglu_oai, of gpt-oss: gate * sigmoid(1.702 * gate) * (up + 1), of a gate up to 7 and an up between -7 and 7.
@@ -151,6 +152,30 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class WindowMap:
+    """The window page of each page: where layers with a sliding window store its KV (cache/window_pages.py)."""
+
+    pages: Tensor  # [1 + pages] int32: -1, then the window page of each page
+    slots: Tensor  # [1 + slots] int32: -1, then the slot in its window page of each slot
+
+    def translate(self, batch: Batch) -> Batch:
+        """Return the batch as layers with a sliding window read it."""
+        tables = self.pages.index_select(0, batch.page_tables.flatten() + 1).view(batch.page_tables.shape)
+        return replace(batch, slots=self.translate_slots(batch.slots), page_tables=tables)
+
+    def translate_slots(self, slots: Tensor) -> Tensor:
+        """Return the slots [T] int32 of window pages for slots of pages; -1: none, for both."""
+        return self.slots.index_select(0, slots + 1)
+
+    def assign(self, pages: Tensor, window_pages: Tensor) -> None:
+        """Store the window pages [N] int32 of these pages [N] int64."""
+        page_size = (self.slots.shape[0] - 1) // (self.pages.shape[0] - 1)
+        offsets = torch.arange(page_size, dtype=torch.int32, device=window_pages.device)
+        self.pages[1:].index_copy_(0, pages, window_pages)
+        self.slots[1:].view(-1, page_size).index_copy_(0, pages, window_pages[:, None] * page_size + offsets)
+
+
+@dataclass(frozen=True)
 class LayerPages:
     """The paged KV cache of one layer: f32, f16, bf16; or int8, e4m3, with scales (kv_quantization.py)."""
 
@@ -158,6 +183,8 @@ class LayerPages:
     values: Tensor  # [pages, G, S, D]
     key_scales: Tensor | None = None  # [pages, G, S] f32, of int8 and e4m3 pages
     value_scales: Tensor | None = None
+    # Of a layer with a sliding window, if its pages are window pages: a batch is translated before it runs the layer.
+    window_map: WindowMap | None = field(default=None, kw_only=True)
 
     @property
     def tensors(self) -> list[Tensor]:

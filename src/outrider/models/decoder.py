@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..kernels import Batch, Kernels, LayerPages, LayerStates, Weight
+from ..kernels import Batch, Kernels, LayerPages, LayerStates, Weight, WindowMap
 from ..kernels.cpu import quantize_weight
 from ..kernels.quantization import FORMATS
 from ..types import Progress, unwatched
@@ -60,6 +60,8 @@ class Model:
             checkpoint.release()
         self._pages: Sequence[LayerPages | LayerStates] = ()
         self._stacks: dict[tuple[int, int], object] = {}
+        self._window_map: WindowMap | None = None
+        self._ends: set[int] = set()  # of runs of layers that all have window pages, or all have not
         reader.finish(config)
         if reader.stored_kinds:
             kinds = ", ".join(sorted(reader.stored_kinds))
@@ -100,21 +102,30 @@ class Model:
         scale = self.config.residual_scale
         x = self.ops.embed(self.embedding, batch.tokens, self.embedding_scale / scale)  # [T, E]
         aux_states: dict[int, Tensor] = {}
+        if self._pages is not pages:
+            self._bind(pages)
+        in_windows = batch if self._window_map is None else self._window_map.translate(batch)
         begin = 0
-        for end in sorted({*aux_layers, self.config.layers}):
+        for end in sorted({*aux_layers, *self._ends}):
             if end > begin:
-                self.ops.run_layers(x, self._stack(begin, end, pages), batch)
+                has_window = window_map(pages[begin]) is not None
+                self.ops.run_layers(x, self._stack(begin, end), in_windows if has_window else batch)
             begin = end
             if end in aux_layers:
                 aux_states[end] = x.clone() if scale == 1 else x * scale
         return x, [aux_states[layer] for layer in aux_layers]
 
-    def _stack(self, begin: int, end: int, pages: Sequence[LayerPages | LayerStates]) -> object:
-        """Return layers [begin, end) with their pages or states. These stay allocated, so the result is cached."""
-        if self._pages is not pages:
-            self._pages, self._stacks = pages, {}
+    def _bind(self, pages: Sequence[LayerPages | LayerStates]) -> None:
+        """Take over the storage of all layers. It stays allocated, so what depends on it is cached."""
+        maps = [window_map(kept) for kept in pages]
+        self._pages, self._stacks = pages, {}
+        self._window_map = next((one for one in maps if one is not None), None)
+        self._ends = {layer for layer in range(1, len(maps)) if maps[layer] is not maps[layer - 1]} | {len(maps)}
+
+    def _stack(self, begin: int, end: int) -> object:
+        """Return layers [begin, end) with their pages or states."""
         if (begin, end) not in self._stacks:
-            self._stacks[begin, end] = self.ops.layer_stack(self.layers[begin:end], pages[begin:end])
+            self._stacks[begin, end] = self.ops.layer_stack(self.layers[begin:end], self._pages[begin:end])
         return self._stacks[begin, end]
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
@@ -144,6 +155,11 @@ class Model:
                 "name the layers in the draft head's configuration"
             )
         return early, middle, late
+
+
+def window_map(kept: LayerPages | LayerStates) -> WindowMap | None:
+    """Return the map of a layer with window pages; None: it has others, or states."""
+    return kept.window_map if isinstance(kept, LayerPages) else None
 
 
 def rounded_scale(scale: float, dtype: torch.dtype) -> float:
