@@ -183,6 +183,28 @@ def test_a_machine_that_becomes_twice_as_slow_changes_no_choice(text: str) -> No
     assert made.controlled(AdaptiveController()) >= 0.96 * max(tokens_per_second(made, range(9)).values())
 
 
+def test_a_machine_that_was_busy_at_start_up_is_noticed_in_the_first_text() -> None:
+    """Drafts look cheap then, beside steps without drafts that took 1.6 times as long as they do now."""
+    verification = [
+        1,
+        1.12,
+        1.3,
+        1.49,
+        1.77,
+    ]  # a 0.5B draft for a 1.5B target, with drafts that seem better than they are
+    drafter = Drafter(4, each(0.48), confidence=lambda rate: min(1.4 * rate, 0.99), stops=True)
+    ratios = []
+    for seed in range(8):
+        texts = [write(256, lambda far: 0.5, seed, spread=0.3)]
+        made = Simulation(texts, drafter, lambda requests, drafted: verification[drafted], measured=False)
+        controller = AdaptiveController("some")
+        controller.latency.begin({drafted: 1.6 * verification[drafted] for drafted in (0, 1, 2, 4)})
+        for width in (0, 1, 4):
+            controller.draft_latency("some").observe(width, 0.48 * width)
+        ratios.append(made.controlled(controller))
+    assert mean(ratios) > 0.87, "0.8 if start-up counts as much as five steps"
+
+
 def test_costs_that_were_not_measured_at_start_are_learned() -> None:
     made = simulation("stairs", "cheap chain", "easy")
     made.measured = False

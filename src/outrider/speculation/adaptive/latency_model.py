@@ -124,6 +124,8 @@ class LatencyModel:
         for _ in range(RECENT):
             for drafted in sorted(seconds):
                 self.observe(1, drafted, seconds[drafted])
+        while len(self._recent) > 1:  # so that the next steps without drafts count: start-up may have been slow
+            self._recent.pop()
 
     def seconds(self, batch_size: int, drafted: int) -> float:
         return self.table(batch_size, drafted)[-1]
