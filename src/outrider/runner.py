@@ -249,10 +249,7 @@ class Runner:
             target_rows += [begin + offset for offset in compact]
         if sources:
             upload = self.device.upload
-            self._copy_kv(upload(sources, torch.int32), upload(targets, torch.int32))
-            if source_lines:
-                moves = upload(source_lines, torch.int32), upload(target_lines, torch.int32)
-                self.ops.copy_inputs(self.pages.state_layers, *moves)
+            self._move(sources, targets, source_lines, target_lines)
             to_rows, from_rows = upload(target_rows, torch.int64), upload(source_rows, torch.int64)
             for state in states:
                 state[to_rows] = state[from_rows]
@@ -267,6 +264,18 @@ class Runner:
             windowed = [layer for layer in layers if layer.window_map is not None]
             moves = window_map.translate_slots(sources), window_map.translate_slots(targets)
             self.ops.copy_kv(windowed, *moves)
+
+    def _move(self, sources: list[int], targets: list[int], source_lines: list[int], target_lines: list[int]) -> None:
+        """Copy the KV of slots, and lines of inputs that recurrent layers keep."""
+        upload = self.device.upload
+        self._copy_kv(upload(sources, torch.int32), upload(targets, torch.int32))
+        if source_lines:
+            moves = upload(source_lines, torch.int32), upload(target_lines, torch.int32)
+            self.ops.copy_inputs(self.pages.state_layers, *moves)
+
+    def warm_up_moves(self) -> None:
+        """Compile the kernels that move what an accepted path of a tree keeps: copy a slot and a line to themselves."""
+        self._move([0], [0], *([[0], [0]] if self.pages.recurrent is not None else [[], []]))
 
     def _lines(self, row: Row, offsets: Iterable[int]) -> list[int]:
         """Return the lines in which recurrent layers keep the inputs of these tokens of a row."""

@@ -68,6 +68,7 @@ class WarmUp:
         self.runner, self.resolved, self.graphs = runner, resolved, runner.graphs
         self.spec_manager = runner.spec_manager
         self.pages = pages_sizes(-(-resolved.max_context // resolved.page_size))
+        self.has_trees = any(proposer.needs.trees for proposer in self.spec_manager.methods.values())
         self.adapted = (False,) if runner.model.lora is None else (False, True)  # whether some row has an adapter
 
     def run(self) -> None:
@@ -146,14 +147,12 @@ class WarmUp:
                 drafter.capture_passes([shape for shape in shapes if self.graphs.mixed or shape.is_tree])
 
     def _step_shapes(self) -> Iterator[Shape]:
-        methods = self.spec_manager.methods.values()
-        width = max((proposer.needs.width for proposer in methods), default=0)
-        trees = any(proposer.needs.trees for proposer in methods)
+        width = max((proposer.needs.width for proposer in self.spec_manager.methods.values()), default=0)
         if not self.graphs.decoding:
             return
         for tokens, rows in step_sizes(self.resolved.max_requests, width):
             if tokens <= self.runner.graph_tokens:
-                flags = (False, True) if trees else (False,)
+                flags = (False, True) if self.has_trees else (False,)
                 for pages, is_tree, adapted in product(reversed(self.pages), flags, self.adapted):
                     yield Shape(tokens, rows, pages, is_tree, adapted)
 
@@ -170,6 +169,8 @@ class WarmUp:
                     row = Row(request, TOKENS - 1, [0], sample=True, draft=draft)
                     self.runner.step(Step([row] * rows))
         self.runner.sampler.warm_up_masks()
+        if self.has_trees:
+            self.runner.warm_up_moves()
         if self.resolved.decode_steps > 1:
             self.runner.multi_step.processing.warm_up(run_widths(most) if most else [0])
 

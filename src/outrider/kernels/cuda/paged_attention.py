@@ -556,7 +556,7 @@ def copy_kv(pages: Sequence[LayerPages], sources: Tensor, targets: Tensor) -> No
         )
 
 
-@triton.jit(do_not_specialize=["steps", "slots"])
+@triton.jit(do_not_specialize=["steps", "slots"], do_not_specialize_on_alignment=["sources", "targets"])
 def _copy(
     pages,
     sources,
