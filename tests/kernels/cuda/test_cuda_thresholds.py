@@ -12,7 +12,8 @@ from torch import Tensor, inf, nan
 
 from outrider.kernels import SamplingMetadata
 from outrider.kernels.cases import inputs
-from outrider.kernels.cuda.device import DEVICE
+from outrider.kernels.cuda import thresholds
+from outrider.kernels.cuda.device import DEVICE, INTERPRETED
 from outrider.kernels.cuda.thresholds import BLOCK, POOL, find_thresholds, is_kept
 from outrider.kernels.reference import sampling as reference_sample
 
@@ -31,11 +32,11 @@ def check_limits(logits: Tensor, settings: list[dict[str, float]]) -> None:
     """Tokens of logit -inf are never drawn: whether they are kept does not matter."""
     sampling = inputs.make_sampling(settings, seed=0)
     clean = reference_sample.without_nan(logits)
-    thresholds, last_ids = find_thresholds(logits.to(DEVICE), index(sampling))
+    keys, last_ids = find_thresholds(logits.to(DEVICE), index(sampling))
     mask = torch.empty(logits.shape, dtype=torch.uint8, device=DEVICE)
     rows, vocabulary = logits.shape
     padded = triton.next_power_of_2(vocabulary)
-    _mask[(rows,)](clean.to(DEVICE), thresholds, last_ids, mask, vocabulary, padded=padded)
+    _mask[(rows,)](clean.to(DEVICE), keys, last_ids, mask, vocabulary, padded=padded)
     alive = clean > -inf
     for row, setting in enumerate(settings):
         meant = reference_sample.is_allowed(clean[row : row + 1], sampling.take([row]))[0]
@@ -95,8 +96,8 @@ def test_neutral_parameters_keep_all_tokens() -> None:
         {"top_k": 99},
         {"top_k": -1},
     ]
-    thresholds, _ = find_thresholds(logits.to(DEVICE), index(inputs.make_sampling(settings, seed=0)))
-    assert (thresholds == -(2**31)).all()
+    keys, _ = find_thresholds(logits.to(DEVICE), index(inputs.make_sampling(settings, seed=0)))
+    assert (keys == -(2**31)).all()
 
 
 def normal(seed: int, rows: int, vocabulary: int, deviation: float) -> Tensor:
@@ -107,6 +108,15 @@ def normal(seed: int, rows: int, vocabulary: int, deviation: float) -> Tensor:
 def test_a_flat_row_has_a_nucleus_of_many_tokens(deviation: float) -> None:
     """It holds about 50,000 tokens at a deviation of 1."""
     check_limits(normal(1, 1, LLAMA, deviation), [{"top_p": 0.72}])
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a compiled kernel cannot be patched")
+@pytest.mark.parametrize("deviation", [0.05, 1.0, 3.0])
+def test_the_bins_of_the_threshold_fit_into_the_pool(deviation: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search over the whole row gives the same thresholds, a hundred times slower."""
+    monkeypatch.setattr(thresholds, "_search_row", None)
+    rules: list[dict[str, float]] = [{"top_p": 0.5}, {"top_p": 0.95}, {"top_k": 50}, {"top_k": 5000, "top_p": 0.9}]
+    check_limits(normal(1, 4, LLAMA, deviation), rules)
 
 
 @pytest.mark.parametrize("shift", [-50.0, 0.0, 1e4])
