@@ -99,6 +99,17 @@ def test_attention_is_that_of_the_reference(name: str) -> None:
     assert difference(found, meant(queries, heads, batch, pages)) < 1e-5
 
 
+@pytest.mark.parametrize("name", ["fast", "soft cap", "sinks", "hidden", "blocks", "anchored", "three heads of 80"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
+def test_prompts_with_and_without_masked_tiles(name: str, dtype: torch.dtype) -> None:
+    """Keys that all tokens of a tile attend to are not masked: the first row has them, the second has few."""
+    heads = replace(SEEN[name], batch_invariant=False)
+    batch = inputs.random_batch(inputs.generator(6), ((300, 130), (0, 70)))
+    pages, queries = storage(batch, heads, dtype), random_queries(batch, heads)
+    found = run(queries, heads, batch, pages)
+    assert difference(found, meant(queries, heads, batch, pages)) < 2 * TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8, FP8])
 @pytest.mark.parametrize("rows", [MIXED, ((250, 70),)], ids=["mixed", "prompt"])
 def test_small_pages_and_wide_tiles(dtype: torch.dtype, rows: Sequence[tuple[int, int]]) -> None:

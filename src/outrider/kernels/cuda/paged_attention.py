@@ -35,13 +35,13 @@ from .rope import (
 )
 
 CHUNK, ENDLESS = 256, 1 << 30  # positions per chunk; ENDLESS: one chunk
-NARROW, WIDE = 16, 64  # lines in a query tile, each a token and one of its query heads
+NARROW, WIDE = 16, 128  # lines in a query tile, each a token and one of its query heads
 PROMPT = 64  # average tokens per row from which wide tiles are faster
 FEW = 2  # up to this many chunks, splitting and combining costs more than it saves
 BUSY = 512  # programs that fill the GPU: with more, each takes all chunks of its row
 SCRATCH = 1 << 28  # largest scratch memory of split chunks, bytes
 WARPS, STAGES = 4, 5  # stages: page table, then keys and values two tiles ahead
-LARGE, LARGE_WARPS, LARGE_STAGES = 128, 8, 3  # the same for heads of at least LARGE dimensions
+LARGE, LARGE_WARPS, LARGE_STAGES = 128, 8, 3  # the same for heads of at least LARGE dimensions and for wide tiles
 BRANCHES = 4  # tree tokens in a query tile: each reads its own branch
 STEPS = 32  # KV copies that a program resolves at once
 JUMPS = 5  # 2 ** JUMPS == STEPS
@@ -101,6 +101,8 @@ class Lines(NamedTuple):
     last: tl.tensor
     lowest: tl.tensor  # of all lines
     highest: tl.tensor
+    all_first: tl.tensor  # all valid lines attend to the positions from all_first to all_last
+    all_last: tl.tensor
 
 
 class TileTokens(NamedTuple):
@@ -132,14 +134,15 @@ def paged_attention(
     wide = (
         not heads.batch_invariant and batch.parents is None and dtype is not torch.float32 and tokens >= PROMPT * rows
     )
-    tile = max(WIDE if wide else NARROW, triton.next_power_of_2(group))
+    lines = NARROW if not wide else WIDE if padded <= LARGE else WIDE // 2
+    tile = max(lines, triton.next_power_of_2(group))
     in_tile = tile // group if batch.parents is None else min(tile // group, BRANCHES)
     new_rows = 0 if rope is None else triton.next_power_of_2(in_tile)
     tiles = tokens // in_tile + rows  # an upper bound: the last tile of a row may not be full
     chunks, programs = -(-width * page // CHUNK), tiles * heads.kv
     split = not wide and chunks > FEW and programs < BUSY and 4 * chunks * tokens * heads.count * heads.size <= SCRATCH
     strips = min(chunks, 2 * BUSY // programs) if split else 1
-    large = padded > LARGE if wide else padded >= LARGE
+    large = wide or padded >= LARGE
     device = queries.device
     out = torch.empty(tokens, heads.count * heads.size, dtype=result, device=device)
     cos, sin = (None, None) if rope is None else (rope.cos, rope.sin)
@@ -153,7 +156,7 @@ def paged_attention(
             torch.empty((tokens, 2), dtype=torch.int32, device=device),
         )
     shape = HeadShape(heads.count, heads.kv, heads.size, padded, page, pages.key_scales is not None)
-    _attend[(tiles, heads.kv, strips)](
+    _attend[(programs, 1, strips)](
         queries,
         kv_pages(pages),
         Tokens(
@@ -254,10 +257,12 @@ def _attend(
     split: tl.constexpr = variant.split
     new_rows: tl.constexpr = variant.new_rows
     group: tl.constexpr = heads // kv_heads
-    kv_head = tl.program_id(1)
-    row = row_of(batch.query_starts, rows, tl.program_id(0), in_tile)
+    # The last tiles start first: in a prompt they have the most keys, and short programs fill the end of the launch.
+    kv_head = tl.program_id(0) % kv_heads
+    tile_index = (tl.num_programs(0) - 1 - tl.program_id(0)) // kv_heads
+    row = row_of(batch.query_starts, rows, tile_index, in_tile)
     begin, end = tl.load(batch.query_starts + row), tl.load(batch.query_starts + row + 1)
-    token = begin + (tl.program_id(0) - begin // in_tile - row) * in_tile
+    token = begin + (tile_index - begin // in_tile - row) * in_tile
     if token >= end:
         return
     end = tl.minimum(end, token + in_tile)
@@ -306,7 +311,9 @@ def _attend(
         pages.k_scales + kv_head * page,
         pages.v_scales + kv_head * page,
     )
-    lines, tile_tokens = Lines(own, first, last, lowest, highest), TileTokens(begin, origin, token, end, chained)
+    all_first, all_last = tl.max(tl.where(valid, first, 0), 0), tl.min(tl.where(valid, last, 0x7FFFFFFF), 0)
+    lines = Lines(own, first, last, lowest, highest, all_first, all_last)
+    tile_tokens = TileTokens(begin, origin, token, end, chained)
     table = batch.page_tables + row.to(tl.int64) * table_stride
     top = tl.full([tile], float("-inf"), tl.float32)
     total = tl.zeros([tile], tl.float32)
@@ -453,13 +460,23 @@ def attend_range(
     common = stop  # below it, all tokens of a row share their keys
     if variant.trees:
         common = tl.minimum(stop, tl.maximum(start, tokens.origin // block * block))
+    if variant.wide:  # the positions that all lines attend to need no mask
+        unmasked = tl.where(lines.all_first <= start, (lines.all_last + 1) // block * block, start)
+        for each in range(loop_bound(start), loop_bound(unmasked), block):
+            at = each + tl.arange(0, block)
+            needed = tl.full([block], True, tl.int1)
+            row = page_row(tl.load(table + at // page), at % page, shape)  # [block]
+            top, total, mixed = softmax_step(
+                query, pages, row, needed, None, top, total, mixed, soft_cap, shape, variant.capped
+            )
+        start = tl.maximum(start, unmasked)
     for each in range(loop_bound(start), loop_bound(common), block):
         at = each + tl.arange(0, block)
         needed = (at >= lowest) & (at <= highest)
-        slot = tl.maximum(tl.load(table + at // page, mask=needed, other=0), 0) * page + at % page  # [block]
+        row = page_row(tl.load(table + at // page, mask=needed, other=0), at % page, shape)  # [block]
         seen = (at[None, :] >= first[:, None]) & (at[None, :] <= last[:, None])
         top, total, mixed = softmax_step(
-            query, pages, slot, needed, seen, top, total, mixed, soft_cap, shape, variant.capped
+            query, pages, row, needed, seen, top, total, mixed, soft_cap, shape, variant.capped
         )
     if variant.trees:
         chained = tokens.chained
@@ -473,8 +490,9 @@ def attend_range(
                 slot = branch_slots(slot, at, needed, node, reach, batch, tokens, each)
                 mine = (lines.token == node) | chained
                 seen = mine[:, None] & (at[None, :] >= first[:, None]) & (at[None, :] <= last[:, None])
+                row = page_row(slot // page, slot % page, shape)
                 top, total, mixed = softmax_step(
-                    query, pages, slot, needed, seen, top, total, mixed, soft_cap, shape, variant.capped
+                    query, pages, row, needed, seen, top, total, mixed, soft_cap, shape, variant.capped
                 )
     if shape.scaled:
         mixed = mixed * (1.0 / SCALE_UNIT)
@@ -482,24 +500,31 @@ def attend_range(
 
 
 @triton.jit
+def page_row(number, offset, shape: tl.constexpr):
+    """Return the row of one head's keys: of a position in a page. Pages without a number are read as page 0."""
+    return tl.maximum(number, 0).to(tl.int64) * (shape.kv_heads * shape.page) + offset
+
+
+@triton.jit
 def softmax_step(
-    query, pages, slot, needed, seen, top, total, mixed, soft_cap, shape: tl.constexpr, has_cap: tl.constexpr
+    query, pages, row, needed, seen, top, total, mixed, soft_cap, shape: tl.constexpr, has_cap: tl.constexpr
 ):
-    """Take in one tile of keys: keys outside all ranges are not read; lines without a key stay unchanged."""
+    """Take in one tile of keys: keys outside all ranges are not read; lines without a key stay unchanged.
+
+    `seen` is None for a tile that all lines attend to.
+    """
     size: tl.constexpr = shape.size
-    page: tl.constexpr = shape.page
     dim = tl.arange(0, shape.padded)
-    number = tl.maximum(slot // page, 0).to(tl.int64)
-    row = number * (shape.kv_heads * page) + slot % page  # [block]
     at = row[:, None] * size + dim[None, :]
     inside = needed[:, None] & (dim < size)[None, :]
     key = tl.load(pages.k + at, mask=inside, other=0.0).to(query.dtype)  # [block, D]
-    score = multiply(query, tl.trans(key), tl.zeros(seen.shape, tl.float32))
+    score = multiply(query, tl.trans(key), tl.zeros([query.shape[0], row.shape[0]], tl.float32))
     if shape.scaled:
         score = score * tl.load(pages.k_scales + row, mask=needed, other=0.0)[None, :]
     if has_cap:
         score = capped(score, soft_cap)
-    score = tl.where(seen, score, float("-inf"))
+    if seen is not None:
+        score = tl.where(seen, score, float("-inf"))
     higher = tl.maximum(top, tl.max(score, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)
     kept = tl.exp2(top - base)
