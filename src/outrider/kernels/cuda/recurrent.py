@@ -356,7 +356,7 @@ def gate_and_norm(mixed, gate, norm, out, eps, size, delta: tl.constexpr, block:
     tl.store(out + at, x.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["sources", "targets"])
 def copy_lines(inputs, sources, targets, count, width, block: tl.constexpr):
     column = tl.program_id(0) * block + tl.arange(0, block)
     for index in range(loop_bound(count)):
