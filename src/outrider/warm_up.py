@@ -17,7 +17,8 @@ from itertools import islice, product
 import torch
 
 from .config import ResolvedConfig
-from .device.graphs import MAX_TOKENS, Graphs, padded, padded_sizes, pages_sizes, step_sizes
+from .device import Fence
+from .device.graphs import MAX_TOKENS, Graphs, padded_sizes, pages_sizes, step_sizes
 from .input_batch import Shape
 from .kernels.compilations import COMPILATIONS
 from .multi_step.planner import run_widths
@@ -97,15 +98,14 @@ class WarmUp:
         if not self.graphs.decoding or self.resolved.decode_steps < 2:
             return
         method = self.spec_manager.plan.method
+        timed: dict[tuple[int, int], list[Fence]] = {}  # runs of the method, by rows and width
         for rows in reversed(padded_sizes(most)):
             for name, width in self._drafts(rows):
                 for pages, sampled, adapted in product(reversed(self.pages), (True, False), self.adapted):
                     runs.capture((name, rows, width, pages, sampled, adapted))
                 if name and runs.planner.learns(method):
-                    fences = runs.time_padding((name, rows, width, self.pages[0], False, False))
-                    for batch_size in range(1, most + 1):
-                        if padded(batch_size) == rows:
-                            runs.planner.observe_latency(name, batch_size, width, fences)
+                    timed[rows, width] = runs.time_padding((name, rows, width, self.pages[0], False, False))
+        runs.planner.begin(method, timed, most)
 
         for name, width in self._members():
             for rows, pages, sampled in product(reversed(padded_sizes(most)), reversed(self.pages), (True, False)):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from outrider.device.graphs import padded, padded_sizes
 from outrider.multi_step.planner import WIDTHS, RunPlanner, run_widths
 from outrider.request import Request, Row, RowResult
 from outrider.speculation.adaptive import AdaptiveController
@@ -31,13 +32,17 @@ def marks(target: float, draft: float, rounds: int = 4) -> list[Any]:
     return found
 
 
-@pytest.fixture
-def planner() -> RunPlanner:
+def new_planner() -> RunPlanner:
     plan = SimpleNamespace(adaptive=True, widths=None, max_context=None)
     methods = {"draft": SimpleNamespace(needs=SimpleNamespace(width=MOST, costs_time=True))}
     controller = AdaptiveController()
     spec_manager = SimpleNamespace(plan=plan, controller=controller, methods=methods, adapts=lambda request: True)
-    found = RunPlanner(spec_manager)  # type: ignore[arg-type]
+    return RunPlanner(spec_manager)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def planner() -> RunPlanner:
+    found = new_planner()
     for width in run_widths(MOST):  # a pass costs much, a drafted token little
         found.observe_latency("draft", 1, width, marks(1.0 + 0.01 * width, 0.1 + 0.02 * width))
     return found
@@ -88,3 +93,27 @@ def test_a_step_with_the_host_is_no_measure_of_rounds(planner: RunPlanner) -> No
 def test_records_are_made_for_a_few_widths() -> None:
     assert run_widths(4) == [0, 1, 3, 4] and run_widths(1) == [0, 1]
     assert set(run_widths(100)) == {0, *WIDTHS, 100}
+
+
+def test_latencies_measured_at_the_start_are_those_of_every_batch_size() -> None:
+    """Whatever the order of the runs: graphs are captured from the largest on."""
+
+    def seconds(rows: int, width: int) -> float:
+        return 4.0 + 0.01 * rows * (width + 1)
+
+    planner, most = new_planner(), 64
+    timed = {
+        (rows, width): marks(seconds(rows, width), 0.1 + 0.2 * width)
+        for rows in reversed(padded_sizes(most))
+        for width in reversed(run_widths(MOST))
+    }
+    planner.begin("draft", timed, most)
+    latency, drafts = planner.controller.latency, planner.controller.draft_latency("draft")
+    assert latency.slowdown == pytest.approx(1.0)
+    for batch_size in range(1, most + 1):
+        for width in run_widths(MOST):
+            expected = seconds(padded(batch_size), width)
+            assert latency.seconds(batch_size, batch_size * width) == pytest.approx(expected, rel=0.1)
+    assert [drafts.seconds(width) for width in run_widths(MOST)] == pytest.approx(
+        [0.1 + 0.2 * width for width in run_widths(MOST)]
+    )

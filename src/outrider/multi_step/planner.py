@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from statistics import median
 from typing import cast
 
 from ..device import Fence
+from ..device.graphs import padded
 from ..request import Request, Row, RowResult
 from ..speculation.manager import SpeculationManager
 from ..types import DecodeStep, FinishReason
@@ -61,12 +62,25 @@ class RunPlanner:
         """Return whether latency and acceptance of this method are used."""
         return bool(name) and self.plan.adaptive
 
-    def observe_latency(self, name: str, batch_size: int, width: int, fences: Sequence[Fence]) -> None:
+    def begin(self, name: str, timed: Mapping[tuple[int, int], Sequence[Fence]], most: int) -> None:
+        """Begin with measured runs, by their rows and width, for all batch sizes up to `most`.
+
+        Without drafts first: such steps tell how fast the machine is. Small batches first: larger ones begin like them.
+        Twice: a prediction counts as one measurement.
+        """
+        for batch_size, (rows, width), _ in product(range(1, most + 1), sorted(timed), range(2)):
+            if rows == padded(batch_size):
+                self.observe_latency(name, batch_size, width, timed[rows, width], with_drafts=batch_size == rows)
+
+    def observe_latency(
+        self, name: str, batch_size: int, width: int, fences: Sequence[Fence], with_drafts: bool = True
+    ) -> None:
         """Measure a run. fences: at the start, then after each pass of the target and after each draft."""
         self.controller.multi_step.add(name)
         spans = [later.since(earlier) for earlier, later in pairwise(fences)]
         self.controller.latency.observe(batch_size, batch_size * width, median(spans[::2]))
-        self.controller.draft_latency(name).observe(width, median(spans[1::2]) / self.controller.latency.slowdown)
+        if with_drafts:
+            self.controller.draft_latency(name).observe(width, median(spans[1::2]) / self.controller.latency.slowdown)
 
     def learn(
         self, name: str, rows: Sequence[Row], results: list[RowResult], width: int, fences: Sequence[Fence]
