@@ -30,6 +30,7 @@ from .types import Draft, SamplingParams
 
 log = logging.getLogger(__name__)
 TOKENS = 4  # of the text that warms up sampling
+PROMPTS = 2 * MAX_TOKENS + 16, 1040  # tokens of prompts that are not captured: attention has kernels for long ones
 DRAFTED_KINDS = 3  # of sampling_kinds: sampled after drafts of all widths
 MAX_LOGPROBS = 32  # numbers of log-probabilities are rounded up to powers of two, and kernels compiled up to this one
 
@@ -135,9 +136,9 @@ class WarmUp:
             self.runner.capture(shape)
         # Longer prompts are not captured: compile their kernels.
         for rows in {1, self.resolved.max_requests} if self.graphs.mixed else ():
-            tokens = min(2 * MAX_TOKENS + 16, self.resolved.max_step_tokens)
-            for pages, adapted in product(self.pages, self.adapted):
-                self.runner.run_padding(Shape(tokens, rows, pages, has_adapters=adapted))
+            for tokens in {min(tokens, self.resolved.max_step_tokens) for tokens in PROMPTS}:
+                for pages, adapted in product(self.pages, self.adapted):
+                    self.runner.run_padding(Shape(tokens, rows, pages, has_adapters=adapted))
 
     def _capture_passes(self) -> None:
         """Capture the drafter's passes in steps with the host: over prompts, and over trees."""
@@ -180,7 +181,7 @@ class WarmUp:
             return
         size = self.resolved.page_size
         greedy, sampled = islice(sampling_kinds(), 2)
-        prompts = (TOKENS, greedy), (TOKENS, sampled), (5 * size, greedy), (2 * MAX_TOKENS + size, greedy)
+        prompts = [(TOKENS, greedy), (TOKENS, sampled), (5 * size, greedy), *((tokens, greedy) for tokens in PROMPTS)]
         for _ in range(2):  # the first reading compiles kernels, so its latency says nothing
             self.spec_manager.controller.forget_reading(self.spec_manager.plan.method)
             for (tokens, params), rows in product(prompts, (1, 4)):

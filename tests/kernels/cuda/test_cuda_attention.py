@@ -101,8 +101,12 @@ def test_attention_is_that_of_the_reference(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fast", "soft cap", "sinks", "hidden", "blocks", "anchored", "three heads of 80"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
-def test_prompts_with_and_without_masked_tiles(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("long", [1024, 64], ids=["", "widest tiles"])
+def test_prompts_with_and_without_masked_tiles(
+    name: str, dtype: torch.dtype, long: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Keys that all tokens of a tile attend to are not masked: the first row has them, the second has few."""
+    monkeypatch.setattr(paged_attention, "LONG", long)
     heads = replace(SEEN[name], batch_invariant=False)
     batch = inputs.random_batch(inputs.generator(6), ((300, 130), (0, 70)))
     pages, queries = storage(batch, heads, dtype), random_queries(batch, heads)

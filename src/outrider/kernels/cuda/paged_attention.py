@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..structures import Batch, LayerPages
-from .device import LAUNCH, loop_bound, multiply, rounded, wait
+from .device import LAUNCH, loop_bound, multiply, rounded, shared_memory, wait
 from .pointwise import capped
 from .rope import (
     HeadShape,
@@ -35,13 +35,15 @@ from .rope import (
 )
 
 CHUNK, ENDLESS = 256, 1 << 30  # positions per chunk; ENDLESS: one chunk
-NARROW, WIDE = 16, 128  # lines in a query tile, each a token and one of its query heads
-PROMPT = 64  # average tokens per row from which wide tiles are faster
+NARROW, WIDE, WIDEST = 16, 64, 256  # lines in a query tile, each a token and one of its query heads
+PROMPT, LONG = 64, 1024  # average tokens per row from which wide tiles are faster, and the widest
+HOPPER_MEMORY = 200 << 10  # bytes of shared memory; the widest tiles do not fit into those of smaller GPUs
 FEW = 2  # up to this many chunks, splitting and combining costs more than it saves
 BUSY = 512  # programs that fill the GPU: with more, each takes all chunks of its row
 SCRATCH = 1 << 28  # largest scratch memory of split chunks, bytes
 WARPS, STAGES = 4, 5  # stages: page table, then keys and values two tiles ahead
 LARGE, LARGE_WARPS, LARGE_STAGES = 128, 8, 3  # the same for heads of at least LARGE dimensions and for wide tiles
+LINES_PER_WARP = 16  # of wide tiles of smaller heads
 BRANCHES = 4  # tree tokens in a query tile: each reads its own branch
 STEPS = 32  # KV copies that a program resolves at once
 JUMPS = 5  # 2 ** JUMPS == STEPS
@@ -134,7 +136,8 @@ def paged_attention(
     wide = (
         not heads.batch_invariant and batch.parents is None and dtype is not torch.float32 and tokens >= PROMPT * rows
     )
-    lines = NARROW if not wide else WIDE if padded <= LARGE else WIDE // 2
+    widest = padded <= LARGE and tokens >= LONG * rows and shared_memory() >= HOPPER_MEMORY
+    lines = NARROW if not wide else WIDEST if widest else WIDE
     tile = max(lines, triton.next_power_of_2(group))
     in_tile = tile // group if batch.parents is None else min(tile // group, BRANCHES)
     new_rows = 0 if rope is None else triton.next_power_of_2(in_tile)
@@ -142,7 +145,9 @@ def paged_attention(
     chunks, programs = -(-width * page // CHUNK), tiles * heads.kv
     split = not wide and chunks > FEW and programs < BUSY and 4 * chunks * tokens * heads.count * heads.size <= SCRATCH
     strips = min(chunks, 2 * BUSY // programs) if split else 1
-    large = wide or padded >= LARGE
+    warps, stages = (LARGE_WARPS, LARGE_STAGES) if wide or padded >= LARGE else (WARPS, STAGES)
+    if wide and padded <= LARGE:
+        warps = lines // LINES_PER_WARP
     device = queries.device
     out = torch.empty(tokens, heads.count * heads.size, dtype=result, device=device)
     cos, sin = (None, None) if rope is None else (rope.cos, rope.sin)
@@ -195,8 +200,8 @@ def paged_attention(
             capped=heads.soft_cap > 0,
             new_rows=new_rows,
         ),
-        num_warps=LARGE_WARPS if large else WARPS,
-        num_stages=LARGE_STAGES if large else STAGES,
+        num_warps=warps,
+        num_stages=stages,
         enable_fp_fusion=False,  # all variants round alike
         **LAUNCH,
     )
