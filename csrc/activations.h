@@ -66,12 +66,25 @@ struct Input {
   }
 };
 
-// Call body(rows, part, parts) on all threads.
+// From this many threads on, threads take short runs of tiles on demand: threads that share a core with others, or with
+// other programs, would delay all. Fewer threads have one contiguous run each: short runs cost a seventh of a decode step
+// of a small model on two. So do float weights, since a run splits the rows for tiles of bf16.
+constexpr int kManyThreads = 4;
+constexpr int kRunsPerThread = 8;
+
+// Call body(rows, first, last) on all threads, for runs of tiles that cover 0 .. tiles.
 template <class Body>
-void over_input(const Input& input, const Body& body) {
-  if (input.tokens <= kFewRows) return parallel([&](int part, int parts) { body(input.rows(), part, parts); });
-  const Rows rows = input.rows();
-  parallel([&](int part, int parts) { body(rows, part, parts); });
+void over_input(const Input& input, int tiles, const Body& body) {
+  const bool alone = input.tokens <= kFewRows;
+  const bool on_demand = thread_count() >= kManyThreads && input.activations != Activations::none;
+  const Rows shared = alone ? Rows{} : input.rows();
+  Queue queue(tiles, tiles / (kRunsPerThread * thread_count()));
+  parallel([&](int part, int parts) {
+    const Rows rows = alone ? input.rows() : shared;
+    const Share share(tiles, part, parts);
+    if (!on_demand) return body(rows, share.first, share.last);
+    for (int first, last; queue.take(first, last);) body(rows, first, last);
+  });
 }
 
 constexpr int kMostProjections = 3;  // matrices that read the same rows
@@ -82,8 +95,7 @@ struct Projection {
   const LoraSlots* lora;
 };
 
-// Multiply several matrices by the same rows in one parallel region. Each thread streams through one contiguous run of
-// tiles: short runs cost a seventh of a decode step.
+// Multiply several matrices by the same rows in one parallel region.
 void project(const Projection* projections, int count, Input input, const int32_t* adapters);
 
 // gate := activation(gate + bias) * (up + bias), columns [first, last) of all rows of [T][N].

@@ -436,9 +436,8 @@ void linear_tiles(const Matrix& matrix, const Rows& rows, int first, int last, f
 
 void linear(const Matrix& matrix, const float* x, int tokens, float* out, int stride) {
   const Input input{x, nullptr, 0, tokens, matrix.cols, matrix.activations, matrix.input_order()};
-  over_input(input, [&](const Rows& rows, int part, int parts) {
-    const Share share(matrix.tiles(), part, parts);
-    linear_tiles(matrix, rows, share.first, share.last, out, stride);
+  over_input(input, matrix.tiles(), [&](const Rows& rows, int first, int last) {
+    linear_tiles(matrix, rows, first, last, out, stride);
   });
 }
 

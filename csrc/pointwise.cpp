@@ -124,13 +124,12 @@ const float* gated(const Mlp& layer, const Input& input, const int32_t* adapters
   const LoraSlots* const slots[] = {layer.gate_lora.get(), layer.up_lora.get()};
   Lora loras[2];
   shrink(slots, 2, adapters, input, loras);
-  over_input(input, [&](const Rows& rows, int part, int parts) {
-    const Share share(layer.gate->tiles(), part, parts);
-    linear_tiles(*layer.gate, rows, share.first, share.last, gate, width);
-    linear_tiles(*layer.up, rows, share.first, share.last, up, width);
-    loras[0].add(share.first, share.last, gate, width);
-    loras[1].add(share.first, share.last, up, width);
-    activate_columns(layer, gate, up, tokens, share.first * kLanes, std::min(share.last * kLanes, width));
+  over_input(input, layer.gate->tiles(), [&](const Rows& rows, int first, int last) {
+    linear_tiles(*layer.gate, rows, first, last, gate, width);
+    linear_tiles(*layer.up, rows, first, last, up, width);
+    loras[0].add(first, last, gate, width);
+    loras[1].add(first, last, up, width);
+    activate_columns(layer, gate, up, tokens, first * kLanes, std::min(last * kLanes, width));
   });
   return gate;
 }
@@ -148,12 +147,11 @@ void project(const Projection* projections, int count, Input input, const int32_
   }
   input.order = projections[0].matrix->input_order();  // of all of them, by check_order
   shrink(slots, count, adapters, input, loras);
-  over_input(input, [&](const Rows& rows, int part, int parts) {
-    const Share share(total, part, parts);
+  over_input(input, total, [&](const Rows& rows, int first, int last) {
     int base = 0;
     for (int i = 0; i < count; ++i) {
       const Matrix& matrix = *projections[i].matrix;
-      const int from = std::max(share.first - base, 0), to = std::min(share.last - base, matrix.tiles());
+      const int from = std::max(first - base, 0), to = std::min(last - base, matrix.tiles());
       if (from < to) {
         linear_tiles(matrix, rows, from, to, projections[i].out, matrix.rows);
         loras[i].add(from, to, projections[i].out, matrix.rows);
@@ -215,12 +213,11 @@ void project_back(const Matrix& matrix, const LoraSlots* lora, const int32_t* ad
   const Input rows_of{input, nullptr, eps, tokens, matrix.cols, matrix.activations, matrix.input_order()};
   Lora low_rank;
   shrink(&lora, 1, adapters, rows_of, &low_rank);
-  over_input(rows_of, [&](const Rows& rows, int part, int parts) {
-    const Share share(matrix.tiles(), part, parts);
-    linear_tiles(matrix, rows, share.first, share.last, product, width);
-    low_rank.add(share.first, share.last, product, width);
+  over_input(rows_of, matrix.tiles(), [&](const Rows& rows, int first, int last) {
+    linear_tiles(matrix, rows, first, last, product, width);
+    low_rank.add(first, last, product, width);
     if (post_norm) return;
-    const int from = share.first * kLanes, count = std::min(share.last * kLanes, width) - from;
+    const int from = first * kLanes, count = std::min(last * kLanes, width) - from;
     for (int token = 0; token < tokens && count > 0; ++token) {
       const size_t at = size_t(token) * width + from;
       add_row(x + at, product + at, bias ? bias + from : nullptr, count);
