@@ -182,10 +182,8 @@ class WarmUp:
         size = self.resolved.page_size
         greedy, sampled = islice(sampling_kinds(), 2)
         prompts = [(TOKENS, greedy), (TOKENS, sampled), (5 * size, greedy), *((tokens, greedy) for tokens in PROMPTS)]
-        for _ in range(2):  # the first reading compiles kernels, so its latency says nothing
-            self.spec_manager.controller.forget_reading(self.spec_manager.plan.method)
-            for (tokens, params), rows in product(prompts, (1, 4)):
-                self._read(tokens, params, rows)
+        for (tokens, params), rows in product(prompts, (1, 4)):
+            self._read(tokens, params, rows)
 
     def _read(self, tokens: int, params: SamplingParams, rows: int) -> None:
         """Let the drafter read `rows` prompts of `tokens` tokens, if they fit into a step."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -19,9 +18,8 @@ from outrider.device import DeviceDefaults
 from outrider.device.cuda import Cuda
 from outrider.device.graphs import MAX_TOKENS, padded_pages, padded_rows, padded_tokens, pages_sizes, step_sizes
 from outrider.kernels.compilations import COMPILATIONS
-from outrider.speculation.adaptive.controller import AdaptiveController
 from outrider.speculation.drafters.pass_graphs import PassGraphs
-from outrider.warm_up import TOKENS, LateWork, drafters_of
+from outrider.warm_up import LateWork, drafters_of
 
 BASE = SamplingParams(temperature=0.0, ignore_eos=True)
 KINDS = {
@@ -87,20 +85,6 @@ def test_no_request_waits_for_a_capture(start, method: str) -> None:
     texts = mix(llm, (1, 3, 8), (11, 5))
     assert llm.engine.late_work.read() == LateWork()
     assert texts == mix(start(method, cudagraph_mode="NONE"), (1, 3, 8), (11, 5))
-
-
-def test_compiling_does_not_count_as_reading_prompts(start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else short answers would not be drafted: their drafter would seem to take seconds to read a prompt."""
-    observe, calls = AdaptiveController.observe_reading, Counter()
-
-    def slow(self: AdaptiveController, method: str, tokens: int, seconds: float) -> None:
-        compiles = calls[tokens] < (2 if tokens <= 4 * TOKENS else 1)  # the shortest are greedy, then sampled
-        observe(self, method, tokens, seconds + 1000 * compiles)
-        calls[tokens] += 1
-
-    monkeypatch.setattr(AdaptiveController, "observe_reading", slow)
-    controller = start("eagle3", adaptive="yes").engine.runner.spec_manager.controller
-    assert len(calls) > 3 and all(0 < controller.reading_seconds("eagle3", tokens) < 100 for tokens in calls)
 
 
 def test_measured_steps_are_replayed_and_not_counted_as_late(start) -> None:

@@ -104,7 +104,7 @@ class AdaptiveController:
         saving = verification[0] - 1 / speed  # seconds a token
         if history.is_new:
             saving = (verification[0] - 1 / fastest_widths([[1.0] * width], verification, drafting, 1)[1]) / 2
-        reading = self.reading_seconds(request.method, tokens)
+        reading = state.method.reading.seconds(tokens)  # with the draft; 0: not measured
         saves = reading <= request.params.max_tokens * saving
         if any(widths) and saves:
             return
@@ -146,14 +146,6 @@ class AdaptiveController:
     def observe_reading(self, method: str, tokens: int, seconds: float) -> None:
         """Learn that a call read `tokens` of prompts in `seconds`."""
         self._methods[method].reading.observe(tokens, seconds / self.latency.slowdown)
-
-    def reading_seconds(self, method: str, tokens: int) -> float:
-        """Return the seconds in which a method reads a prompt and drafts after it; 0: not measured."""
-        return self._methods[method].reading.seconds(tokens)
-
-    def forget_reading(self, method: str) -> None:
-        """Drop what was learned of reading prompts: kernels were compiled meanwhile."""
-        self._methods[method].reading = LatencyCurve()
 
     def learn(self, request: Request, draft: Draft, path: Sequence[int]) -> None:
         """Learn that of a verified draft the tokens with the indices `path` were accepted."""
