@@ -17,6 +17,9 @@ from backends import backends
 from laws.mix import BASE, FINDING, MIX, PROMPT, visible, with_options
 from laws.test_variants import VARIANTS
 from outrider import LLM, Output, SamplingParams
+from outrider.device.cpu import Cpu
+from outrider.speculation.adaptive.controller import AdaptiveController
+from outrider.speculation.adaptive.latency_model import LatencyCurve, LatencyModel
 from outrider.types import StructuredOutput
 
 # Multi-step runs share their code across backends; `reference`, which is slow, runs a selection.
@@ -117,6 +120,34 @@ def test_every_verification_mode_is_the_same_in_multi_step_runs(tiny_llm, tmp_pa
     same(tiny_llm(speculate=speculate), tiny_llm(speculate=speculate, decode_steps=4))
 
 
+class Dear(LatencyCurve):
+    """Following a text takes a fifth of a step, a drafted token nine steps."""
+
+    def table(self, last: int) -> list[float]:
+        return [0.2 + 9.0 * count for count in range(last + 1)]
+
+
+@FAST
+@pytest.mark.parametrize("mixed", [False, True], ids=["all drafting", "beside one without"])
+def test_drafters_that_do_not_pay_are_dropped_before_a_run(
+    tiny_llm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixed: bool
+) -> None:
+    params = [replace(BASE, max_tokens=60), replace(BASE, max_tokens=50, speculate=not mixed)]
+    expected = tiny_llm().generate(PROMPTS[:2], params)
+    steep = lambda self, batch_size, drafted: [1.0 + 9.0 * count for count in range(drafted + 1)]  # noqa: E731
+    monkeypatch.setattr(LatencyModel, "table", steep)
+    monkeypatch.setattr(AdaptiveController, "draft_latency", lambda self, method: Dear())
+    monkeypatch.setattr(Cpu, "defaults", replace(Cpu.defaults, decode_steps=4))  # so drafters cannot be suspended
+    head = tiny_heads.make("eagle3", tmp_path)
+    llm = tiny_llm(speculate=with_options("eagle3", adaptive="yes", **head), decode_steps=4)
+    runs, found = [], llm.engine.runner.multi_step.buffers_for
+    monkeypatch.setattr(llm.engine.runner.multi_step, "buffers_for", lambda *key: runs.append(key[0]) or found(*key))
+    outputs = llm.generate(PROMPTS[:2], params)
+    assert [visible(output) for output in outputs] == [visible(output) for output in expected]
+    assert runs.count("eagle3") <= (0 if mixed else 2) and runs.count("") >= 5
+    llm.engine.scheduler.check()
+
+
 @FAST
 def test_preemption_and_chunked_prefill_keep_the_text(tiny_llm, tmp_path: Path) -> None:
     speculate = with_options("eagle3", adaptive="no", **tiny_heads.make("eagle3", tmp_path))
@@ -196,7 +227,7 @@ def test_drafters_with_kv_draft_again_after_runs_without_drafts(tiny_llm, tmp_pa
     speculate = with_options(name, adaptive="no", **tiny_heads.make(name, tmp_path))
     stepwise, llm = tiny_llm(speculate=speculate), tiny_llm(speculate=speculate, decode_steps=3)
     widths = cycle([0, 3, 0, 2])
-    llm.engine.runner.multi_step.planner.width = lambda name, requests: next(widths)  # type: ignore[method-assign]
+    llm.engine.runner.multi_step.planner.width = lambda name, requests, others: next(widths)  # type: ignore[method-assign]
     params = [replace(BASE, max_tokens=36)] * 3
     expected, outputs = (one.generate(PROMPTS[:3], params) for one in (stepwise, llm))
     assert [visible(output) for output in outputs] == [visible(output) for output in expected]

@@ -93,11 +93,19 @@ class MultiStepRunner:
     def run(self, step: Step) -> list[RowResult] | None:
         """Run all decode steps; None if rows have different drafters, or a drafter has to catch up."""
         requests = [row.request for row in step.rows]
-        names = {request.method if request.width else "" for request in requests}
-        name = names.pop()
-        if names or not self.planner.ready(name, requests):
+        drafting = [request for request in requests if request.width]
+        names = {request.method for request in drafting}
+        if len(names) > 1:
             return None
-        width = self.planner.width(name, requests)
+        name, others = "".join(names), len(requests) - len(drafting)
+        if not self.planner.ready(name, drafting):
+            return None
+        width = self.planner.width(name, drafting, others)
+        drops = not width and self.planner.drops(name, drafting, others, step.decode_steps)
+        if drops:
+            name = ""
+        elif name and others:
+            return None
         key, buffers = self.buffers_for(name, step.rows, width)
         processing = self.processing.begin(step.rows, buffers.state, step.decode_steps)
         if processing is not None and self.graphs.decoding:
@@ -124,6 +132,10 @@ class MultiStepRunner:
         if width and self.verifier.reads_drafts:
             ignored = [sum(output[row][-1] for output in listed) for row in range(len(requests))]
             self.spec_manager.count_nonfinite(requests, ignored)
+        if drops:
+            return [
+                replace(result, dropped=bool(row.request.width)) for row, result in zip(step.rows, results, strict=True)
+            ]
         return self.planner.learn(name, step.rows, results, width, fences)
 
     def warm_up(self, name: str, row: Row, width: int, times: int = 3) -> list[Fence]:

@@ -43,8 +43,8 @@ class RunPlanner:
     def bind(self, name: str, state: DecodeState) -> StepDrafter | None:
         return self._drafter(name).bind(state) if name else None
 
-    def width(self, name: str, requests: Sequence[Request]) -> int:
-        """Return how many tokens all requests draft in each step of the next run."""
+    def width(self, name: str, requests: Sequence[Request], others: int = 0) -> int:
+        """Return how many tokens all requests draft in each step of the next run. others: requests beside these."""
         if not name:
             return 0
         needs, batch_size = self.spec_manager.methods[name].needs, len(requests)
@@ -55,8 +55,18 @@ class RunPlanner:
         ]
         if not all(map(self.spec_manager.adapts, requests)):
             return max(limits)
-        best = max(self.controller.plan(requests, limits))
+        best = max(self.controller.plan(requests, limits, others))
         return min(run_widths(max(limits)), key=lambda width: (abs(width - best), -width))
+
+    def drops(self, name: str, requests: Sequence[Request], others: int, decode_steps: int) -> bool:
+        """Return whether requests that draft nothing in the next run continue without their drafter.
+
+        It follows their texts meanwhile, which may cost too much. Beside requests without a drafter it cannot.
+        """
+        if not self.learns(name) or not all(map(self.spec_manager.adapts, requests)):
+            return False
+        batch_size = len(requests) + others
+        return others > 0 or all(self.controller.should_drop(request, batch_size, decode_steps) for request in requests)
 
     def learns(self, name: str) -> bool:
         """Return whether latency and acceptance of this method are used."""

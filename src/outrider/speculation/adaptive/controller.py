@@ -19,7 +19,7 @@ from .backoff import EXPLORATION_SHARE, Backoff
 from .latency_model import LatencyCurve, LatencyModel
 from .width_search import fastest_widths
 
-MAX_FOLLOWING = 16.0  # steps without drafts: the time that a drafter may take to follow the text since it last paid
+MIN_FOLLOWING = 1.0  # steps without drafts: a drafter may take this time to follow a short text since it last paid
 
 
 class History:
@@ -172,10 +172,11 @@ class AdaptiveController:
         state = self._requests.get(request) if request.method in self.suspendable else None
         return 0 if state is None else state.backoff.remaining
 
-    def should_drop(self, request: Request, batch_size: int) -> bool:
-        """Return whether a drafter that has not paid for long costs too much to follow the text."""
-        following = self._state(request).skipped * self.draft_latency(request.method).seconds(0)
-        return self.latency.covers(batch_size) and following > MAX_FOLLOWING * self.latency.seconds(batch_size, 0)
+    def should_drop(self, request: Request, batch_size: int, steps: int = 0) -> bool:
+        """Return whether a drafter that has not paid costs too much to follow the text so far and `steps` more."""
+        following = (self._state(request).skipped + steps) * self.draft_latency(request.method).seconds(0)
+        limit = max(EXPLORATION_SHARE * request.params.max_tokens, MIN_FOLLOWING)
+        return self.latency.covers(batch_size) and following > limit * self.latency.seconds(batch_size, 0)
 
     def thresholds(self, method: str, batch_size: int) -> tuple[float, float, float]:
         """Return `min_acceptance`, `min_continuation` and `tokens_per_second` of a `DraftContext`."""
