@@ -186,7 +186,7 @@ def attention_cases() -> list[Case]:
 
     return [
         attend(f"{size} dimensions, {dtype}, {count} tokens", dtype=dtype, rows=((300, count),), shape=shape)
-        for size in (128, 256)
+        for size in (64, 128, 256)
         for shape in [Shape(width=64, heads=8, kv_heads=2, head_dim=size)]
         for dtype in (torch.float16, torch.int8, torch.float8_e4m3fn)
         for count in (1, 256, 1024)
