@@ -70,7 +70,7 @@ def test_reference_results_do_not_depend_on_the_batch(case: Case) -> None:
 def test_results_do_not_depend_on_threads(case: Case, level: str, threads: None) -> None:
     run = case.build(cpu, 2)
     results = []
-    for count in (1, 2, 5):  # from four on, threads take tiles on demand
+    for count in (1, 2, 3, 5):  # from four on, threads take tiles on demand
         _native.set_thread_count(count)
         results.append(run(None))
     for other in results[1:]:

@@ -140,12 +140,35 @@ def test_drafters_that_do_not_pay_are_dropped_before_a_run(
     monkeypatch.setattr(Cpu, "defaults", replace(Cpu.defaults, decode_steps=4))  # so drafters cannot be suspended
     head = tiny_heads.make("eagle3", tmp_path)
     llm = tiny_llm(speculate=with_options("eagle3", adaptive="yes", **head), decode_steps=4)
+    for batch_size in (1, 2):
+        llm.engine.spec_manager.controller.latency.observe(batch_size, 0, 1.0)
     runs, found = [], llm.engine.runner.multi_step.buffers_for
     monkeypatch.setattr(llm.engine.runner.multi_step, "buffers_for", lambda *key: runs.append(key[0]) or found(*key))
     outputs = llm.generate(PROMPTS[:2], params)
     assert [visible(output) for output in outputs] == [visible(output) for output in expected]
     assert runs.count("eagle3") <= (0 if mixed else 2) and runs.count("") >= 5
+    spec_stats = outputs[0].stats.speculation
+    assert spec_stats.suspended >= 55 and spec_stats.suspended <= spec_stats.widths[0]  # after the drop too
     llm.engine.scheduler.check()
+
+
+@FAST
+def test_a_batch_size_that_was_not_measured_drops_no_drafter(
+    tiny_llm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first run drafts nothing, to be measured: that says nothing about drafts."""
+    monkeypatch.setattr(AdaptiveController, "draft_latency", lambda self, method: Dear())
+    monkeypatch.setattr(Cpu, "defaults", replace(Cpu.defaults, decode_steps=4))
+    head = tiny_heads.make("eagle3", tmp_path)
+    llm = tiny_llm(speculate=with_options("eagle3", adaptive="yes", **head), decode_steps=4)
+    runs = watch_runs(llm)
+    requests = [llm.engine.add(prompt, replace(BASE, max_tokens=40)) for prompt in PROMPTS[:2]]
+    while len(runs) < 2:  # the second one is timed
+        llm.engine.step()
+    found = [llm.engine.parents[name].detokenizers[0].request for name in requests]
+    assert all(request.width for request in found)
+    for name in requests:
+        llm.engine.abort(name)
 
 
 @FAST

@@ -97,7 +97,7 @@ class MultiStepRunner:
         names = {request.method for request in drafting}
         if len(names) > 1:
             return None
-        name, others = "".join(names), len(requests) - len(drafting)
+        name, others = next(iter(names), ""), len(requests) - len(drafting)
         if not self.planner.ready(name, drafting):
             return None
         width = self.planner.width(name, drafting, others)
@@ -133,9 +133,7 @@ class MultiStepRunner:
             ignored = [sum(output[row][-1] for output in listed) for row in range(len(requests))]
             self.spec_manager.count_nonfinite(requests, ignored)
         if drops:
-            return [
-                replace(result, dropped=bool(row.request.width)) for row, result in zip(step.rows, results, strict=True)
-            ]
+            return self.planner.drop(step.rows, results)
         return self.planner.learn(name, step.rows, results, width, fences)
 
     def warm_up(self, name: str, row: Row, width: int, times: int = 3) -> list[Fence]:

@@ -66,7 +66,16 @@ class RunPlanner:
         if not self.learns(name) or not all(map(self.spec_manager.adapts, requests)):
             return False
         batch_size = len(requests) + others
+        if not self.controller.latency.covers(batch_size):
+            return False
         return others > 0 or all(self.controller.should_drop(request, batch_size, decode_steps) for request in requests)
+
+    def drop(self, rows: Sequence[Row], results: list[RowResult]) -> list[RowResult]:
+        """Return the results of a run that began without the drafters of its requests: they are dropped."""
+        for row, result in zip(rows, results, strict=True):
+            if row.request.width:
+                self.controller.skip(row.request, result.passes - 1)
+        return [replace(result, dropped=row.request.width > 0) for row, result in zip(rows, results, strict=True)]
 
     def learns(self, name: str) -> bool:
         """Return whether latency and acceptance of this method are used."""
@@ -101,6 +110,7 @@ class RunPlanner:
         """
         if not self.learns(name):
             return results
+        planned = self.controller.latency.covers(len(rows))  # else the run drafted nothing because it was not measured
         if len(fences) > 1:
             self.observe_latency(name, len(rows), width, fences)
         learned = []
@@ -108,9 +118,9 @@ class RunPlanner:
             for step in _until_the_end(row.request, result.decode_steps):
                 if step.draft is not None:  # it has no confidence: on the device it could not be cut by it
                     self.controller.learn(row.request, step.draft, step.draft.path(step.tokens[:-1]))
-            if not width:
+            if planned and not width:
                 self.controller.skip(row.request, result.passes - 1)
-            dropped = not width and self.controller.should_drop(row.request, len(rows))
+            dropped = planned and not width and self.controller.should_drop(row.request, len(rows))
             learned.append(replace(result, dropped=dropped))
         return learned
 
