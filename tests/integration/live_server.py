@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,8 +12,7 @@ import uvicorn
 from outrider.async_llm import AsyncLLM
 from outrider.server.app import build_app
 from outrider.server.options import ServerOptions
-
-TIMEOUT = 30.0  # seconds; generous, because the operations take milliseconds
+from waiting import TIMEOUT, wait_until
 
 
 @contextmanager
@@ -32,10 +30,3 @@ def serving(llm: AsyncLLM, **options: Any) -> Iterator[str]:
         server.should_exit = True
         thread.join(TIMEOUT)
         assert not thread.is_alive(), "the server did not stop"
-
-
-def wait_until(condition: Any) -> None:
-    end = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.005)

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import openai
 import pytest
-from live_server import serving, wait_until
+from live_server import serving
 
 from outrider import LLM
 from outrider.async_llm import AsyncLLM
+from waiting import wait_until
 
 NAME = "tiny"
 HELLO = [{"role": "user", "content": "hello"}]

@@ -9,11 +9,11 @@ import subprocess
 import sys
 
 import pytest
-from live_server import TIMEOUT
 from rich.console import Console
 from test_progress_bar import environment, read_until, strip_escapes, terminal
 
 from outrider.cli.demo import ACCEPTED, MarkedText
+from waiting import TIMEOUT
 
 FLAGS = ("--max-tokens", "24", "--rounds", "1", "--speculate", "ngram:adaptive=no")
 MARKED, REVERSED = "\x1b[30;46m", "\x1b[7m"  # of ACCEPTED and NO_COLOR

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from live_server import TIMEOUT
 
 from outrider import LLM
 from outrider.cli import console
+from waiting import TIMEOUT
 
 ESCAPE = "\x1b["
 LABELS = re.compile(r"(opening \S*|loading weights|warming up)\s")

@@ -15,11 +15,11 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import TIMEOUT
 
 import tiny_heads
 from outrider import LLM
 from outrider.cli.options import DraftFlags
+from waiting import TIMEOUT
 
 
 @contextmanager

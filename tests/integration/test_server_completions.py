@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from live_server import wait_until
 from starlette.testclient import TestClient
 
 from outrider import LLM, SamplingParams
 from outrider.server.app import build_app
 from outrider.server.options import ServerOptions
+from waiting import wait_until
 
 PROMPT = "once upon a time, "
 ENDLESS = {"temperature": 0, "ignore_eos": True, "max_tokens": 12}

@@ -9,9 +9,9 @@ import sys
 from contextlib import ExitStack
 
 import httpx
-from live_server import wait_until
 
 from outrider.server.timeouts import RESERVED_FILES
+from waiting import wait_until
 
 FILES = RESERVED_FILES + 40  # that may be open in the server
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import serving, wait_until
+from live_server import serving
 from starlette.testclient import TestClient
 
 from outrider.server.app import build_app
 from outrider.server.options import ServerOptions
+from waiting import wait_until
 
 ASK: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 

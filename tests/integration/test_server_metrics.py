@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 import pytest
-from live_server import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
@@ -18,6 +17,7 @@ from outrider.server.api.translate import EngineInput
 from outrider.server.app import build_app
 from outrider.server.metrics import Histogram, Metrics
 from outrider.server.options import ServerOptions
+from waiting import wait_until
 
 ASK: dict[str, Any] = {"prompt": [5, 6, 7] * 4, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
 VLLM = {

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-from live_server import TIMEOUT
 
 from outrider.server.app import build_app, listen, serve
 from outrider.server.options import ServerOptions
+from waiting import TIMEOUT
 
 KEY = "a-secret"
 ALLOWED = f"Authorization: Bearer {KEY}\r\n"

@@ -11,11 +11,11 @@ from contextlib import closing
 
 import httpx
 import pytest
-from live_server import TIMEOUT
 
 from outrider.errors import UserError
 from outrider.server.app import build_app, listen, serve
 from outrider.server.options import ServerOptions
+from waiting import TIMEOUT
 
 SECONDS = 1.0
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

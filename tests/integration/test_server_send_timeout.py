@@ -11,11 +11,11 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import TIMEOUT, wait_until
 
 from outrider.errors import UserError
 from outrider.server.app import build_app, listen, serve
 from outrider.server.options import ServerOptions
+from waiting import TIMEOUT, wait_until
 
 ENGINE = {"max_requests": 1}
 # About 600 kB of events, which no buffer holds.

@@ -8,7 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import serving, wait_until
+from live_server import serving
+
+from waiting import wait_until
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 ENDLESS = {"temperature": 0, "ignore_eos": True, "max_tokens": 24, "stream": True}

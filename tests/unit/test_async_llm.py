@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 import tiny_heads
 from outrider import AsyncLLM, SamplingParams, UserError
 from outrider.async_llm import EngineStoppedError, Load
+from waiting import TIMEOUT, counted_steps, wait_until
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0.9, seed=3, ignore_eos=True)
 
@@ -76,6 +76,7 @@ def test_pause_clear_resume_loses_nothing_of_a_draft(tiny_folder, tmp_path) -> N
     async def interrupted() -> list[int]:
         tokens: list[int] = []
         async for output in drafting.generate([5, 6, 7], longer):
+            permits.release()
             if len(output.completions[0].token_ids) - len(tokens) > 1:
                 await drafting.pause()
                 await drafting.clear_cache()
@@ -86,7 +87,8 @@ def test_pause_clear_resume_loses_nothing_of_a_draft(tiny_folder, tmp_path) -> N
         return tokens
 
     try:
-        found = asyncio.run(interrupted())
+        with counted_steps(drafting, 1) as permits:
+            found = asyncio.run(interrupted())
     finally:
         drafting.close()
     (plain,) = drafting.llm.generate([[5, 6, 7]], replace(longer, speculate=False))
@@ -98,11 +100,13 @@ def test_abort_ends_the_iterator(engine) -> None:
         reasons = []
         async for output in engine.generate([5, 6], replace(PARAMS, max_tokens=900), request_id="mine"):
             reasons.append(output.completions[0].finish_reason)
+            permits.release()
             if len(reasons) == 1:
                 await engine.abort("mine")
         return reasons[-1]
 
-    assert asyncio.run(aborted()) == "abort"
+    with counted_steps(engine, 1) as permits:
+        assert asyncio.run(aborted()) == "abort"
 
 
 def test_a_refusal_reaches_its_client_alone(engine) -> None:
@@ -152,11 +156,8 @@ def test_a_client_whose_loop_has_ended(engine) -> None:
     abandoned = loop.run_until_complete(vanish())
     loop.close()
     assert asyncio.run(text(engine, [5]))
-    for _ in range(200):
-        if engine.engine.is_idle:
-            break
-        time.sleep(0.01)
-    assert engine.engine.is_idle and abandoned is not None
+    wait_until(lambda: engine.engine.is_idle)
+    assert abandoned is not None
 
 
 # ---- an engine that is gone ----
@@ -190,7 +191,7 @@ def test_a_dead_engine_fails_all_clients_instead_of_blocking_them(mortal, monkey
 
     async def everyone() -> list[object]:
         calls = (text(mortal, [5 + n, 6], replace(PARAMS, max_tokens=200)) for n in range(4))
-        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 10)
+        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), TIMEOUT)
 
     heard = asyncio.run(everyone())
     assert all(isinstance(each, EngineStoppedError) and "killed" in str(each) for each in heard)
@@ -198,7 +199,7 @@ def test_a_dead_engine_fails_all_clients_instead_of_blocking_them(mortal, monkey
 
     async def later() -> list[object]:
         calls = [text(mortal, [5]), mortal.pause(), mortal.abort("0"), mortal.clear_cache()]
-        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 10)
+        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), TIMEOUT)
 
     assert all(isinstance(each, EngineStoppedError) for each in asyncio.run(later()))
 
@@ -214,7 +215,7 @@ def test_a_closed_engine_says_so(mortal) -> None:
         with pytest.raises(EngineStoppedError, match="closed"):
             await text(mortal, [5])
 
-    asyncio.run(asyncio.wait_for(both(), 10))
+    asyncio.run(asyncio.wait_for(both(), TIMEOUT))
     assert not mortal.alive and mortal.failure is None
 
 
@@ -222,25 +223,25 @@ def test_a_step_that_takes_long_shows(mortal, monkeypatch) -> None:
     step, slow = mortal.engine.step, threading.Event()
 
     def waits(*arguments):
-        slow.wait(10)
+        slow.wait(TIMEOUT)
         return step(*arguments)
 
     monkeypatch.setattr(mortal.engine, "step", waits)
 
-    async def seen() -> float:
+    async def seen() -> tuple[float, float]:
         task = asyncio.create_task(text(mortal, [5], replace(PARAMS, max_tokens=2)))
-        await asyncio.sleep(0.1)
-        found = mortal.stuck_seconds
+        await asyncio.to_thread(wait_until, lambda: mortal.stuck_seconds)
+        first = mortal.stuck_seconds
+        await asyncio.sleep(0.01)
+        second = mortal.stuck_seconds
         slow.set()
         await task
-        return found
+        return first, second
 
     assert mortal.stuck_seconds == 0
-    assert 0.01 < asyncio.run(seen()) < 5
-    end = time.monotonic() + 10  # the answer is there before its step has ended
-    while mortal.stuck_seconds and time.monotonic() < end:
-        time.sleep(0.01)
-    assert mortal.stuck_seconds == 0
+    first, second = asyncio.run(seen())
+    assert 0 < first < first + 0.005 < second
+    wait_until(lambda: not mortal.stuck_seconds)  # the answer is there before its step has ended
 
 
 def test_load_counts_requests_and_their_pages(mortal) -> None:
@@ -248,9 +249,11 @@ def test_load_counts_requests_and_their_pages(mortal) -> None:
         found = [mortal.load]
         async for _ in mortal.generate([5, 6], replace(PARAMS, n=3, max_tokens=40)):
             found.append(mortal.load)
+            permits.release()
         return found
 
-    before, *during = asyncio.run(loads())
+    with counted_steps(mortal, 1) as permits:
+        before, *during = asyncio.run(loads())
     assert before.running == before.waiting == before.pages_used == 0 < before.pages
     assert max(each.running for each in during) == 3
     assert all(0 <= each.pages_used <= each.pages for each in during) and max(each.pages_used for each in during) >= 3
@@ -265,7 +268,7 @@ def test_a_reader_that_falls_behind_gets_fewer_outputs_and_the_whole_text(engine
         found = []
         async for output in engine.generate([5, 6, 7], PARAMS):
             if not found:
-                time.sleep(0.5)  # the loop itself stands still, and the engine goes on
+                wait_until(lambda: engine.engine.is_idle)  # the loop itself stands still, and the engine goes on
             found.append(output.completions[0].text)
         return len(found), found[-1]
 
@@ -281,12 +284,19 @@ def test_abort_all_ends_every_iterator(engine) -> None:
                 last = output
             return last.completions[0].finish_reason
 
+        await engine.pause()  # such that the first step runs all three
         tasks = [asyncio.create_task(one([5 + n])) for n in range(3)]
-        await asyncio.sleep(0.05)
-        await engine.abort_all()
-        return await asyncio.wait_for(asyncio.gather(*tasks), 10)
+        await asyncio.to_thread(wait_until, lambda: engine.load.waiting == 3)
+        await engine.resume()
+        await asyncio.to_thread(wait_until, lambda: engine.load.running == 3)
+        aborted = asyncio.create_task(engine.abort_all())
+        await asyncio.sleep(0)  # the task has queued its command
+        permits.release()
+        await aborted
+        return await asyncio.wait_for(asyncio.gather(*tasks), TIMEOUT)
 
-    assert asyncio.run(everyone()) == ["abort"] * 3
+    with counted_steps(engine, 3) as permits:
+        assert asyncio.run(everyone()) == ["abort"] * 3
     assert engine.engine.is_idle
 
 
