@@ -41,3 +41,14 @@ def counted_steps(llm: Any, count: int) -> Iterator[threading.Semaphore]:
             yield permits
         finally:
             permits.release(10**6)
+
+
+def wait_until_idle(llm: Any, permits: threading.Semaphore) -> None:
+    """Wait until the engine has no request; allow a step whenever a command, such as an abort, waits for its end."""
+
+    def idle() -> bool:
+        if llm._shared._commands:
+            permits.release()
+        return bool(llm.engine.is_idle)
+
+    wait_until(idle)

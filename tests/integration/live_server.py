@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import httpx
 import uvicorn
 
 from outrider.async_llm import AsyncLLM
@@ -30,3 +33,13 @@ def serving(llm: AsyncLLM, **options: Any) -> Iterator[str]:
         server.should_exit = True
         thread.join(TIMEOUT)
         assert not thread.is_alive(), "the server did not stop"
+
+
+@contextmanager
+def unanswered(address: str, path: str, body: dict[str, Any]) -> Iterator[socket.socket]:
+    """Post a request without reading its response; disconnect when the block ends."""
+    url, content = httpx.URL(address), json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
+    with socket.create_connection((url.host, url.port or 80), timeout=TIMEOUT) as line:
+        line.sendall(head.encode() + content)
+        yield line

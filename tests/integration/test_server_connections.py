@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import httpx
 
 from outrider.server.timeouts import RESERVED_FILES
-from waiting import wait_until
+from waiting import TIMEOUT, wait_until
 
 FILES = RESERVED_FILES + 40  # that may be open in the server
 
@@ -28,16 +28,15 @@ def test_connections_beyond_the_limit_of_files_get_503(model) -> None:
             assert line, lines
         port = int(line.rpartition(":")[2])
         with ExitStack() as stack:
-            idle = [
-                stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20)) for _ in range(FILES)
-            ]
+            address = ("127.0.0.1", port)
+            idle = [stack.enter_context(socket.create_connection(address, timeout=TIMEOUT)) for _ in range(FILES)]
             answers = [line.recv(4096) for line in idle[-8:]]
             assert all(answer.startswith(b"HTTP/1.1 503 ") and b"connections are open" in answer for answer in answers)
-            assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 503
-        wait_until(lambda: httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200)
+            assert httpx.get(f"http://127.0.0.1:{port}/health", timeout=TIMEOUT).status_code == 503
+        wait_until(lambda: httpx.get(f"http://127.0.0.1:{port}/health", timeout=TIMEOUT).status_code == 200)
         server.terminate()
         rest = server.stderr.read()
-        assert server.wait(20) == 0 and "accept" not in rest and "Traceback" not in rest
+        assert server.wait(TIMEOUT) == 0 and "accept" not in rest and "Traceback" not in rest
     finally:
         server.kill()
         server.communicate()

@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
-from contextlib import suppress
 from typing import Any
 
-import httpx
 import pytest
-from live_server import serving
+from live_server import serving, unanswered
 from starlette.testclient import TestClient
 
 from outrider.server.app import build_app
 from outrider.server.options import ServerOptions
-from waiting import wait_until
+from waiting import counted_steps, wait_until, wait_until_idle
 
 ASK: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 
@@ -52,18 +49,14 @@ def test_the_text_log_line_has_status_and_token_counts(llm, caplog) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_the_log_line_of_an_aborted_request_counts_its_prompt(llm, caplog, monkeypatch, stream: bool) -> None:
+def test_the_log_line_of_an_aborted_request_counts_its_prompt(llm, caplog, stream: bool) -> None:
     caplog.set_level(logging.INFO, "outrider")
-    step = llm.engine.step
-    monkeypatch.setattr(llm.engine, "step", lambda *given: (time.sleep(0.05), step(*given))[1])
-    asked = {**ASK, "max_tokens": 200, "stream": stream}
-    with (
-        serving(llm, names=("tiny",)) as address,
-        suppress(httpx.ReadTimeout),
-        httpx.stream("POST", f"{address}/v1/completions", json=asked, timeout=0.5) as response,
-    ):
-        next(response.iter_lines())
-    wait_until(lambda: llm.engine.is_idle)
+    with serving(llm, names=("tiny",)) as address, counted_steps(llm, 2) as permits:
+        with unanswered(address, "/v1/completions", {**ASK, "max_tokens": 200, "stream": stream}) as line:
+            wait_until(lambda: llm.load.running == 1)
+            if stream:
+                assert line.recv(4096).startswith(b"HTTP/1.1 200 ")
+        wait_until_idle(llm, permits)
     lines = [each.message for each in caplog.records if each.name == "outrider.server.requests"]
     (line,) = [each for each in lines if "/v1/completions" in each]
     assert "finish_reason=abort" in line and "prompt_tokens=3" in line

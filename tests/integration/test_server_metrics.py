@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from outrider.server.api.translate import EngineInput
 from outrider.server.app import build_app
 from outrider.server.metrics import Histogram, Metrics
 from outrider.server.options import ServerOptions
-from waiting import wait_until
+from waiting import counted_steps, wait_until
 
 ASK: dict[str, Any] = {"prompt": [5, 6, 7] * 4, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
 VLLM = {
@@ -151,10 +150,8 @@ def test_speculation_counters_agree_with_the_engine(client, llm) -> None:
     assert one(found, "outrider_steps_total") > 0
 
 
-def test_counters_rise_while_a_request_runs(llm, monkeypatch) -> None:
+def test_counters_rise_while_a_request_runs(llm) -> None:
     """Counters of tokens and of speculation rise during a request, never fall, and end at the engine's counts."""
-    step = llm.engine.step
-    monkeypatch.setattr(llm.engine, "step", lambda *arguments: (time.sleep(0.005), step(*arguments))[1])
     app = build_app(llm, ServerOptions(names=("tiny",)))
     context = app.state.context
     names = {
@@ -172,9 +169,14 @@ def test_counters_rise_while_a_request_runs(llm, monkeypatch) -> None:
 
     async def during() -> list[dict[str, float]]:
         params = SamplingParams(max_tokens=90, temperature=0, ignore_eos=True, n=2)
-        return [figures() async for _ in generate(context, EngineInput([5, 6, 7] * 4, params))]
+        found = []
+        async for _ in generate(context, EngineInput([5, 6, 7] * 4, params)):
+            found.append(figures())
+            permits.release()
+        return found
 
-    seen = asyncio.run(during())
+    with counted_steps(llm, 1) as permits:
+        seen = asyncio.run(during())
     middle = seen[len(seen) // 2]
     for name in names:
         values = [each[name] for each in seen]
@@ -198,9 +200,11 @@ def test_gauges_show_the_current_load(llm) -> None:
         async for _ in llm.generate([5, 6, 7], params):
             metrics_read = text_string_to_metric_families(metrics.render()[0].decode())
             found.append({sample.name: sample.value for metric in metrics_read for sample in metric.samples})
+            permits.release()
         return found
 
-    found = asyncio.run(during())
+    with counted_steps(llm, 1) as permits:
+        found = asyncio.run(during())
     assert max(each["vllm:num_requests_running"] for each in found) == 3
     assert max(each["vllm:num_requests_waiting"] for each in found) >= 2
     assert 0 < max(each["vllm:kv_cache_usage_perc"] for each in found) <= 1

@@ -10,13 +10,14 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from typing import Any
 
 import httpx
 import pytest
+from live_server import unanswered
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
@@ -26,6 +27,7 @@ from outrider.server.admission import Admission, is_open
 from outrider.server.app import build_app, listen, serve
 from outrider.server.context import Health
 from outrider.server.options import ServerOptions
+from waiting import TIMEOUT, counted_steps, wait_until, wait_until_idle
 
 ASK: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 
@@ -51,31 +53,14 @@ def running(llm: AsyncLLM, **options: Any) -> Iterator[tuple[str, Starlette, lis
         yield f"http://127.0.0.1:{port}", app, codes
     finally:
         app.state.server.should_exit = True
-        thread.join(20)
+        thread.join(TIMEOUT)
         assert not thread.is_alive()
-
-
-def slow_down(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.02) -> None:
-    step = llm.engine.step
-
-    def slow(*arguments):
-        time.sleep(seconds)
-        return step(*arguments)
-
-    monkeypatch.setattr(llm.engine, "step", slow)
 
 
 def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
     for line in response.iter_lines():
         if line.startswith("data: ") and line != "data: [DONE]":
             yield json.loads(line[6:])
-
-
-def until(condition: Callable[[], bool], seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition was never met"
-        time.sleep(0.01)
 
 
 # ---- keys ----
@@ -149,7 +134,7 @@ def test_paths_that_resemble_the_page_need_the_key(llm) -> None:
 def test_a_body_above_the_limit_is_rejected_before_it_is_read(own_llm) -> None:
     with running(own_llm, max_body_bytes=1000) as (url, _, _):
         host, port = url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=5) as line:
+        with socket.create_connection((host, int(port)), timeout=TIMEOUT) as line:
             line.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000000000\r\n\r\n")
             assert line.recv(4096).startswith(b"HTTP/1.1 413 ")
 
@@ -157,9 +142,9 @@ def test_a_body_above_the_limit_is_rejected_before_it_is_read(own_llm) -> None:
             for _ in range(100):
                 yield b" " * 100
 
-        answer = httpx.post(f"{url}/v1/completions", content=endless())
+        answer = httpx.post(f"{url}/v1/completions", content=endless(), timeout=TIMEOUT)
         assert answer.status_code == 413 and answer.json()["error"]["code"] == "request_too_large"
-        assert httpx.post(f"{url}/v1/completions", json=ASK).status_code == 200
+        assert httpx.post(f"{url}/v1/completions", json=ASK, timeout=TIMEOUT).status_code == 200
 
 
 def test_token_limits_of_the_server_are_enforced(llm) -> None:
@@ -173,25 +158,28 @@ def test_token_limits_of_the_server_are_enforced(llm) -> None:
 # ---- the queue ----
 
 
-def test_a_full_queue_returns_429_with_retry_after(own_llm, monkeypatch) -> None:
-    slow_down(own_llm, monkeypatch)
+def test_a_full_queue_returns_429_with_retry_after(own_llm) -> None:
     with running(own_llm, max_waiting=2) as (url, _, _):
         statuses: list[httpx.Response] = []
-        asks = [
-            threading.Thread(target=lambda: statuses.append(httpx.post(f"{url}/v1/completions", json=ASK, timeout=60)))
-            for _ in range(12)
-        ]
-        for each in asks:
-            each.start()
+
+        def ask() -> None:
+            statuses.append(httpx.post(f"{url}/v1/completions", json=ASK, timeout=TIMEOUT))
+
+        asks = [threading.Thread(target=ask) for _ in range(12)]
+        with counted_steps(own_llm, 0):
+            for each in asks:
+                each.start()
+            wait_until(lambda: len(statuses) == 8)  # two run and two wait
         for each in asks:
             each.join()
         refused = [each for each in statuses if each.status_code == 429]
         answered = [each for each in statuses if each.status_code == 200]
-        assert len(refused) + len(answered) == 12 and len(answered) >= 4 and refused
+        assert (len(refused), len(answered)) == (8, 4)
         assert all(1 <= int(each.headers["retry-after"]) <= 60 for each in refused)
         assert refused[0].json()["error"]["code"] == "queue_full"
         assert len({each.json()["choices"][0]["text"] for each in answered}) == 1
-        assert httpx.post(f"{url}/v1/completions", json=ASK).status_code == 200  # the slots are free again
+        ask()
+        assert statuses[-1].status_code == 200  # the slots are free again
 
 
 def test_admission_counts_every_sample_of_a_request(own_llm) -> None:
@@ -247,27 +235,21 @@ def test_retry_after_grows_with_the_number_of_rejected_requests(own_llm, monkeyp
 # ---- clients that vanish, requests that break ----
 
 
-@pytest.mark.parametrize("streams", [True, False])
-def test_a_disconnected_client_frees_its_pages(own_llm, monkeypatch, streams: bool) -> None:
-    slow_down(own_llm, monkeypatch)
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_disconnected_client_frees_its_pages(own_llm, stream: bool) -> None:
     with running(own_llm) as (url, _, _):
-        host, port = url.removeprefix("http://").split(":")
-        body = json.dumps({**ASK, "max_tokens": 120, "stream": streams}).encode()
-        with socket.create_connection((host, int(port)), timeout=5) as line:
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-            line.sendall(head.encode() + body)
-            until(lambda: own_llm.load.running == 1)
-            if streams:
-                assert line.recv(4096).startswith(b"HTTP/1.1 200 ")
-        steps = own_llm.engine.times.steps
-        until(lambda: own_llm.load.running == 0)
-        assert own_llm.engine.times.steps - steps < 20  # not the 120 that it requested
+        with counted_steps(own_llm, 2) as permits:
+            with unanswered(url, "/v1/completions", {**ASK, "max_tokens": 120, "stream": stream}) as line:
+                wait_until(lambda: own_llm.load.running == 1)
+                if stream:
+                    assert line.recv(4096).startswith(b"HTTP/1.1 200 ")
+            wait_until_idle(own_llm, permits)
         assert own_llm.load.pages_used == 0
-        until(lambda: 'finished_reason="abort",model_name="tiny"} 1.0' in httpx.get(f"{url}/metrics").text)
+        counted = 'finished_reason="abort",model_name="tiny"} 1.0'
+        wait_until(lambda: counted in httpx.get(f"{url}/metrics", timeout=TIMEOUT).text)
 
 
 def test_a_failing_request_does_not_affect_others(own_llm, monkeypatch) -> None:
-    slow_down(own_llm, monkeypatch)
     step = own_llm.engine.runner.step
 
     def failing(batch):
@@ -277,16 +259,24 @@ def test_a_failing_request_does_not_affect_others(own_llm, monkeypatch) -> None:
 
     monkeypatch.setattr(own_llm.engine.runner, "step", failing)
     with running(own_llm) as (url, _, _):
-        alone = httpx.post(f"{url}/v1/completions", json=ASK).json()["choices"][0]["text"]
-        with httpx.stream("POST", f"{url}/v1/completions", json={**ASK, "stream": True}) as response:
+        alone = httpx.post(f"{url}/v1/completions", json=ASK, timeout=TIMEOUT).json()["choices"][0]["text"]
+        with (
+            ThreadPoolExecutor(1) as pool,
+            counted_steps(own_llm, 2) as permits,
+            httpx.stream("POST", f"{url}/v1/completions", json={**ASK, "stream": True}, timeout=TIMEOUT) as response,
+        ):
             parts = events(response)
             texts = [next(parts)["choices"][0]["text"]]
-            broken = httpx.post(f"{url}/v1/completions", json={**ASK, "prompt": [9, 9, 9]})
+            asked = {"json": {**ASK, "prompt": [9, 9, 9]}, "timeout": TIMEOUT}
+            failed = pool.submit(httpx.post, f"{url}/v1/completions", **asked)
+            wait_until(lambda: own_llm._shared._commands)  # the request arrives while the stream runs
+            permits.release(100)
+            broken = failed.result(TIMEOUT)
             texts += [choice["text"] for part in parts for choice in part["choices"]]
         assert broken.status_code == 500 and "secret" not in broken.text
         assert broken.json()["error"]["type"] == "server_error"
         assert "".join(texts) == alone
-        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.get(f"{url}/health", timeout=TIMEOUT).status_code == 200
 
 
 # ---- a dead or hanging engine ----
@@ -297,11 +287,11 @@ def test_the_server_exits_when_the_engine_dies(own_llm, monkeypatch, caplog) -> 
         raise SystemExit("killed")
 
     with running(own_llm) as (url, _, codes):
-        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.get(f"{url}/health", timeout=TIMEOUT).status_code == 200
         monkeypatch.setattr(own_llm.engine, "step", dying)
-        answer = httpx.post(f"{url}/v1/completions", json=ASK, timeout=10)
+        answer = httpx.post(f"{url}/v1/completions", json=ASK, timeout=TIMEOUT)
         assert answer.status_code == 503
-        until(lambda: codes == [1])
+        wait_until(lambda: codes == [1])
 
 
 def test_requests_to_a_dead_engine_get_503(own_llm) -> None:
@@ -317,7 +307,7 @@ def test_health_fails_while_a_step_hangs(own_llm, monkeypatch) -> None:
     step = own_llm.engine.step
 
     def hangs(*arguments):
-        gate.wait(20)
+        gate.wait(TIMEOUT)
         return step(*arguments)
 
     monkeypatch.setattr(own_llm.engine, "step", hangs)
@@ -327,25 +317,25 @@ def test_health_fails_while_a_step_hangs(own_llm, monkeypatch) -> None:
     with TestClient(app) as client:
         asking = threading.Thread(target=lambda: client.post("/v1/completions", json=ASK))
         asking.start()
-        until(lambda: not health.ok)
+        wait_until(lambda: not health.ok)
         assert "one step" in str(health.reason) and not health.dead
         gate.set()
-        asking.join(20)
-    assert health.ok
+        asking.join(TIMEOUT)
+    wait_until(lambda: health.ok)  # the answer is there before its step has ended
 
 
 # ---- signals ----
 
 SERVER = """
-import sys, time
+import itertools, sys, time
 from outrider import AsyncLLM, SamplingParams
 from outrider.server.app import build_app
 from outrider.server.app import listen, serve
 from outrider.server.options import ServerOptions
 options = ServerOptions(port=0, drain_seconds=float(sys.argv[2]))
 listener, llm = listen(options), AsyncLLM(sys.argv[1])
-step = llm.engine.step
-llm.engine.step = lambda *arguments: (time.sleep(0.03), step(*arguments))[1]
+step, steps = llm.engine.step, itertools.count()
+llm.engine.step = lambda *arguments: step(*arguments) if next(steps) < 3 else time.sleep(3600)  # no stream ends
 print(listener.getsockname()[1], flush=True)
 raise SystemExit(serve(build_app(llm, options), options, listener))
 """
@@ -363,44 +353,52 @@ def process(model, drain: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
         server.communicate()
 
 
-def test_a_signal_drains_streams_and_rejects_new_requests(own_llm, monkeypatch) -> None:
-    slow_down(own_llm, monkeypatch, seconds=0.03)
+def test_a_signal_drains_streams_and_rejects_new_requests(own_llm) -> None:
+    body = {**ASK, "max_tokens": 60, "stream": True}
     with running(own_llm, drain_seconds=60) as (url, app, codes):
-        with httpx.stream("POST", f"{url}/v1/completions", json={**ASK, "max_tokens": 60, "stream": True}) as response:
+        with (
+            counted_steps(own_llm, 2) as permits,
+            httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT) as response,
+        ):
             parts = events(response)
             first = next(parts)
             app.state.server.handle_exit(signal.SIGTERM, None)
-            late = httpx.post(f"{url}/v1/completions", json=ASK)
-            until(lambda: httpx.get(f"{url}/health").status_code == 503)
+            wait_until(lambda: httpx.get(f"{url}/health", timeout=TIMEOUT).status_code == 503)
+            late = httpx.post(f"{url}/v1/completions", json=ASK, timeout=TIMEOUT)
+            permits.release(100)
             rest = [choice for part in parts for choice in part["choices"]]
         assert late.status_code == 503 and 1 <= int(late.headers["retry-after"]) <= 60
         assert rest[-1]["finish_reason"] == "length" and first["choices"][0]["finish_reason"] is None
-        until(lambda: codes == [0], seconds=20)
+        wait_until(lambda: codes == [0])
 
 
-def test_streams_longer_than_the_drain_are_aborted(own_llm, monkeypatch) -> None:
-    slow_down(own_llm, monkeypatch, seconds=0.03)
+def test_streams_longer_than_the_drain_are_aborted(own_llm) -> None:
+    body = {**ASK, "max_tokens": 120, "stream": True}
     with running(own_llm, drain_seconds=0.3) as (url, app, codes):
-        with httpx.stream("POST", f"{url}/v1/completions", json={**ASK, "max_tokens": 120, "stream": True}) as response:
+        with (
+            counted_steps(own_llm, 2) as permits,
+            httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT) as response,
+        ):
             parts = events(response)
             next(parts)
             app.state.server.handle_exit(signal.SIGINT, None)
+            wait_until_idle(own_llm, permits)
             rest = [choice for part in parts for choice in part["choices"]]
         assert rest[-1]["finish_reason"] == "abort"
-        until(lambda: codes == [0], seconds=20)
+        wait_until(lambda: codes == [0])
 
 
 def test_a_second_signal_exits_at_once(model) -> None:
     """In a process of its own, because the second signal ends the process without cleaning up."""
     with process(model, drain=60) as (server, url):
         body = {**ASK, "max_tokens": 120, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT) as response:
             parts = events(response)  # the reference keeps the connection open
             next(parts)
             server.send_signal(signal.SIGTERM)
-            until(lambda: httpx.get(f"{url}/health").status_code == 503)
+            wait_until(lambda: httpx.get(f"{url}/health", timeout=TIMEOUT).status_code == 503)
             server.send_signal(signal.SIGTERM)
-            assert server.wait(5) == 128 + signal.SIGTERM
+            assert server.wait(TIMEOUT) == 128 + signal.SIGTERM
 
 
 def test_a_port_in_use_is_named_in_the_error() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live_server import serving
+from live_server import serving, unanswered
 from starlette.testclient import TestClient
 
 import endless_grammar
@@ -131,11 +130,8 @@ def compiling(llm: AsyncLLM) -> list[str]:
 def test_the_compilation_ends_when_the_client_disconnects(llm, stream, monkeypatch) -> None:
     endless_grammar.use(monkeypatch)
     asked = {"model": "tiny", "prompt": [5, 6], "guided_regex": endless_grammar.ENDLESS.text, "stream": stream}
-    body = json.dumps(asked).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     with serving(llm, names=("tiny",), max_waiting=1) as address:
-        with socket.create_connection(("127.0.0.1", httpx.URL(address).port), TIMEOUT) as line:
-            line.sendall(head + body)
+        with unanswered(address, "/v1/completions", asked):
             wait_until(lambda: compiling(llm))
         wait_until(lambda: not compiling(llm))
         plain = {"model": "tiny", "prompt": [5, 6], "max_tokens": 1}

@@ -13,6 +13,7 @@ from live_server import serving
 from outrider.cli import top
 from outrider.diagnostics.live import History, Reading, normalize
 from outrider.errors import UserError
+from waiting import TIMEOUT
 
 ENGINE = {"speculate": "ngram:width=3,adaptive=no"}
 ASK: dict[str, Any] = {"prompt": [5, 6, 7] * 4, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
@@ -20,7 +21,7 @@ ASK: dict[str, Any] = {"prompt": [5, 6, 7] * 4, "max_tokens": 30, "temperature":
 
 def test_one_frame_has_the_counts_of_the_server(llm, outrider) -> None:
     with serving(llm, names=("tiny",)) as url:
-        answer = httpx.post(f"{url}/v1/completions", json={**ASK, "n": 2}).json()
+        answer = httpx.post(f"{url}/v1/completions", json={**ASK, "n": 2}, timeout=TIMEOUT).json()
         found = json.loads(outrider("top", url, "--once", "--json", "--interval", 0.1).stdout)
         text = outrider("top", url, "--once", "--interval", 0.1).stdout
     assert (found["model"], found["health"], found["running"], found["waiting"]) == ("tiny", "ok", 0, 0)
