@@ -29,7 +29,8 @@ def counted_steps(llm: Any, count: int) -> Iterator[threading.Semaphore]:
     step, permits = llm.engine.step, threading.Semaphore(count)
 
     def counted(*arguments: Any) -> Any:
-        assert permits.acquire(timeout=TIMEOUT), "the test released no permit"
+        # Longer than `wait_until`: a failed step ends the requests, as an abort would.
+        assert permits.acquire(timeout=2 * TIMEOUT), "the test released no permit"
         outputs = step(*arguments)
         if not outputs:
             permits.release()
