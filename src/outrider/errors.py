@@ -23,3 +23,7 @@ class PromptError(UserError):
     def __init__(self, reason: str, name: str = "the prompt", tokens: Sequence[int] = ()) -> None:
         super().__init__(f"{name} {reason}")
         self.reason, self.tokens = reason, list(tokens)
+
+
+class ContextLengthError(PromptError):
+    """A prompt that is longer than the context."""

@@ -11,7 +11,7 @@ from typing import Any, NotRequired, TypedDict
 
 from .adapters import Adapter
 from .config import ResolvedConfig
-from .errors import PromptError, UserError
+from .errors import ContextLengthError, PromptError, UserError
 from .request import Request
 from .speculation.manager import SpeculationManager
 from .structured_output.compiler import Compiler
@@ -195,7 +195,7 @@ class InputProcessor:
             if not 0 <= token < self.vocabulary:
                 raise PromptError(f"holds token {token}: the vocabulary ends at {self.vocabulary - 1}", tokens=tokens)
         if len(tokens) >= self.resolved.max_context:
-            raise PromptError(
+            raise ContextLengthError(
                 f"has {len(tokens)} tokens and the context holds {self.resolved.max_context}, one of them "
                 "for the answer: shorten the prompt, or raise `max_context` or `cache_tokens`",
                 tokens=tokens,

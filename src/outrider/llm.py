@@ -326,7 +326,7 @@ def name_prompt(error: PromptError, name: str, several: bool, keep_going: bool) 
     if not several:
         return error
     reason = error.reason if keep_going else f"{error.reason}; `keep_going=True` answers the others"
-    return PromptError(reason, name, error.tokens)
+    return type(error)(reason, name, error.tokens)
 
 
 def refused_output(

@@ -163,6 +163,40 @@ def test_unknown_paths_and_methods_get_404_and_405(client) -> None:
     for response, status in ((client.get("/v2"), 404), (client.get(TEXT), 405)):
         assert response.status_code == status
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    assert "`/v1/moderations` does not exist" in client.post("/v1/moderations", json={}).json()["error"]["message"]
+    assert "`GET` of `/v1/completions`" in client.get(TEXT).json()["error"]["message"]
+    assert "`/api/pull` does not exist" in client.post("/api/pull", json={}).json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "accepted"),
+    [
+        (CHAT, {"messages": [{"role": "alien", "content": "hi"}]}, "messages[0].role", "`user`"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+            "`text`",
+        ),
+        (CHAT, {"response_format": {"type": "xml"}}, "response_format.type", "`json_schema`"),
+        (CHAT, {"tools": [{"type": "web", "function": {"name": "f"}}]}, "tools[0].type", "`function`"),
+        ("/v1/responses", {"input": "hi", "tools": [{"type": "web_search"}]}, "tools[0].type", "`function`"),
+        ("/v1/responses", {"input": [{"role": "alien", "content": "hi"}]}, "input[0].role", "`user`"),
+    ],
+)
+def test_the_values_that_a_field_accepts_are_listed(refusal, path, body, param, accepted) -> None:
+    error = refusal(path, body)
+    assert error["param"] == param and accepted in error["message"]
+
+
+def test_a_prompt_beyond_the_context_has_the_code_of_openai(model) -> None:
+    llm = AsyncLLM(model, max_context=32)
+    client = TestClient(build_app(llm, ServerOptions()))
+    for prompt in ([5] * 40, [[5], [5] * 40]):
+        error = client.post(TEXT, json={"prompt": prompt, "max_tokens": 2}).json()["error"]
+        assert error["code"] == "context_length_exceeded"
+    assert client.post(TEXT, json={"prompt": [[]], "max_tokens": 2}).json()["error"]["code"] is None
+    llm.close()
 
 
 def test_invalid_unicode_is_rejected(client) -> None:

@@ -8,16 +8,19 @@ from difflib import get_close_matches
 from typing import Any
 
 import msgspec
+from msgspec import inspect
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ...async_llm import EngineStoppedError
-from ...errors import UserError
+from ...errors import ContextLengthError, UserError
 
 UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`")
 MISSING_FIELD = re.compile(r"Object missing required field `(.*)`")
-INVALID_TAG = re.compile(r"Invalid value '(.*)'")
+INVALID_VALUE = re.compile(r"Invalid (?:enum )?value '?(.*?)'?$")
+NOTHING_ACCEPTED = ("Expected `null`", "Expected `array` of length <= 0")
+STEP = re.compile(r"\w+|\[")  # of a path such as `.messages[0].role`: a field, or an index after its bracket
 CLIENT_DISCONNECTED = 499  # nginx's status, for the log only
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -48,7 +51,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, UserError):
         field = re.match(r"`([\w.]+)`", str(error))
-        return ApiError(400, str(error), param=field[1] if field else None)
+        code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
+        return ApiError(400, str(error), param=field[1] if field else None, code=code)
     if isinstance(error, EngineStoppedError):
         return ApiError(503, "the engine has stopped: send the request to another server", kind="server_error")
     if isinstance(error, HTTPException):
@@ -72,7 +76,11 @@ def error_event(error: ApiError) -> bytes:
 
 
 async def on_error(request: Request, error: Exception) -> Response:
-    return error_response(error, request.url.path)
+    path = request.url.path
+    if isinstance(error, HTTPException) and error.status_code in (404, 405):
+        absent = f"`{path}`" if error.status_code == 404 else f"`{request.method}` of `{path}`"
+        error.detail = f"{absent} does not exist here: `GET /openapi.json` lists all paths"
+    return error_response(error, path)
 
 
 async def on_disconnect(request: Request, error: Exception) -> Response:
@@ -80,27 +88,51 @@ async def on_disconnect(request: Request, error: Exception) -> Response:
     return Response(status_code=CLIENT_DISCONNECTED)
 
 
-def as_validation_error(error: Exception, known_fields: Sequence[str], parent: str = "") -> ApiError:
-    """Convert a decoding error of msgspec to a sentence that names the field. parent: the field that was decoded."""
+def as_validation_error(error: Exception, kind: type[msgspec.Struct], parent: str = "") -> ApiError:
+    """Convert a decoding error of msgspec to a sentence that names the field.
+
+    kind: the type that was expected. parent: the field that was decoded.
+    """
     if not isinstance(error, msgspec.ValidationError):
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         return ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
     reason, _, location = str(error).partition(" - at ")
     path = location.replace("`key` in ", "").strip("`").removeprefix("$")
+    accepted = accepted_values(inspect.type_info(kind), STEP.findall(path))
     path = f"{parent}{path}".removeprefix(".")
     if match := UNKNOWN_FIELD.match(reason):
-        return _unknown_field(path, match[1], known_fields)
+        return _unknown_field(path, match[1], kind.__struct_fields__)
     if match := MISSING_FIELD.match(reason):
         name = f"{path}.{match[1]}" if path else match[1]
         return ApiError(400, f"`{name}` is missing: this field is required", param=name, code="missing_field")
-    if reason.startswith("Expected `null`"):
+    match = INVALID_VALUE.match(reason)
+    if reason in NOTHING_ACCEPTED or (match and not any(accepted)):
         return ApiError(400, f"`{path}` is not supported: remove it", param=path, code="unsupported_field")
-    if (match := INVALID_TAG.match(reason)) and path.endswith(".type"):
-        message = f"`{path}` is `{match[1]}`, which is not supported: use another type"
+    if match:
+        known = " or ".join(f"`{value}`" for value in accepted)
+        message = f"`{path}` is `{match[1]}`, which is not supported: use {known}"
         return ApiError(400, message, param=path, code="unsupported_value")
     if not path:
         return ApiError(400, f"the body is not a valid request: {_lower(reason)}", code="invalid_type")
     return ApiError(400, f"`{path}` is invalid: {_lower(reason)}", param=path, code="invalid_value")
+
+
+def accepted_values(kind: inspect.Type, path: Sequence[str]) -> list[object]:
+    """Return the values that the type lists for the field at a path, such as the roles of a message."""
+    match kind:
+        case inspect.Metadata(type=inner):
+            return accepted_values(inner, path)
+        case inspect.UnionType(types=types):
+            return [value for member in types for value in accepted_values(member, path)]
+        case inspect.LiteralType(values=values) if not path:
+            return list(values)
+        case inspect.ListType(item_type=item) if path[:1] == ["["]:
+            return accepted_values(item, path[2:])
+        case inspect.StructType(tag_field=name, tag=tag) if path[:1] == [name]:
+            return [tag]
+        case inspect.StructType(fields=fields):
+            return [v for f in fields if path[:1] == [f.encode_name] for v in accepted_values(f.type, path[1:])]
+    return []
 
 
 def _unknown_field(path: str, name: str, known_fields: Sequence[str]) -> ApiError:

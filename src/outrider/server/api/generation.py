@@ -179,7 +179,7 @@ async def forward(
                 await queue.put((index, output))
         await queue.put((index, None))
     except PromptError as error:
-        await queue.put((index, PromptError(error.reason, f"prompt {index}")))
+        await queue.put((index, type(error)(error.reason, f"prompt {index}")))
     except Exception as error:
         await queue.put((index, error))
 

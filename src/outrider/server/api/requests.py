@@ -341,7 +341,7 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     try:
         body: Body = decoder(kind).decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise as_validation_error(error, kind.__struct_fields__) from None
+        raise as_validation_error(error, kind) from None
     for name, (neutral, reason) in NEUTRAL_VALUES.items():
         value = getattr(body, name, None)
         if value is not None and value != neutral and not (isinstance(neutral, tuple) and value in neutral):

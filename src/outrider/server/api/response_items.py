@@ -261,7 +261,7 @@ def read_item(index: int, item: dict[str, Any]) -> RequestStruct:
     try:
         return msgspec.convert(item, struct)
     except msgspec.ValidationError as error:
-        raise as_validation_error(error, struct.__struct_fields__, field) from None
+        raise as_validation_error(error, struct, field) from None
 
 
 def add_call(messages: list[Message], item: FunctionCallItem, reasoning: str) -> None:
