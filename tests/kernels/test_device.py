@@ -43,6 +43,16 @@ def test_free_memory_is_the_least_of_system_and_groups(monkeypatch: pytest.Monke
     assert device.Cpu().free_bytes() == 1000
 
 
+def test_free_memory_is_within_the_limit_of_the_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_available_memory", lambda: 1 << 60)
+    monkeypatch.setattr(cpu, "memory_allowances", list)
+    assert device.Cpu().free_bytes() == 1 << 60
+    monkeypatch.setattr(cpu.resource, "getrlimit", lambda which: (1 << 50, 1 << 50))
+    assert 1 << 49 < device.Cpu().free_bytes() < 1 << 50
+    monkeypatch.setattr(cpu.resource, "getrlimit", lambda which: (1, 1))
+    assert device.Cpu().free_bytes() == 0
+
+
 def group(folder: Path, **files: int | str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, value in files.items():

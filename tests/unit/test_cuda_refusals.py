@@ -118,6 +118,11 @@ def test_an_absurd_cache_is_refused(tiny_folder: Any) -> None:
         LLM(str(tiny_folder()), backend="cpu", cache_tokens=10**14)
 
 
+def test_threads_that_cannot_be_started_are_a_user_error() -> None:
+    with pytest.raises(UserError, match=r"^cannot start 2 threads .*: lower `threads`"), within_memory():
+        raise RuntimeError("cannot start 2 threads (Resource temporarily unavailable): lower `threads`")
+
+
 @pytest.mark.parametrize("error", [RuntimeError("shapes do not match"), UserError("no"), KeyError("out of memory")])
 def test_other_errors_pass(error: Exception) -> None:
     with pytest.raises(type(error)) as found, within_memory():

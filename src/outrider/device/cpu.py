@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -73,7 +74,7 @@ class Cpu:
         return CpuFence()
 
     def free_bytes(self) -> int:
-        return min([_available_memory(), *memory_allowances()])
+        return min([_available_memory(), *memory_allowances(), *_address_space()])
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
         return 0
@@ -110,6 +111,16 @@ class SingleThreadedTorch:
         self._depth -= 1
         if not self._depth and self._before > 1:
             torch.set_num_threads(self._before)
+
+
+def _address_space() -> list[int]:
+    """Return the bytes that a limit on the address space (`ulimit -v`) leaves to this process, if it has one."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return []
+    size = Path("/proc/self/statm")
+    pages = int(size.read_text().split()[0]) if size.exists() else 0
+    return [max(limit - pages * resource.getpagesize(), 0)]
 
 
 def _available_memory() -> int:

@@ -12,6 +12,8 @@ from .interface import Device
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")  # messages of CUDA, Triton and torch
 
+NO_THREADS = "cannot start"  # how the message of csrc/threads.cpp begins; it also names the remedy
+
 
 def choose_backend(requested: str) -> str:
     """Resolve `auto` to `cuda` if a supported GPU is present, else to `cpu`."""
@@ -49,10 +51,12 @@ def check_kv_dtype(backend: str, dtype: str) -> None:
 
 @contextmanager
 def within_memory() -> Iterator[None]:
-    """Turn an out-of-memory error of the block into a UserError that names the options to lower."""
+    """Turn missing memory or threads in the block into a UserError that names the options to lower."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
+        if str(error).startswith(NO_THREADS):
+            raise UserError(str(error)) from error
         if not isinstance(error, MemoryError) and not any(words in str(error) for words in OUT_OF_MEMORY):
             raise
         device, instead = ("the GPU", ", or use `backend=cpu`") if "CUDA" in str(error) else ("this machine", "")
