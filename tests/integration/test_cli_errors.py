@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -182,6 +183,29 @@ def test_the_process_exits_with_code_1(model) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "error: `top_p` is 2.0: it must lie in (0, 1]\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+@pytest.mark.parametrize("command", [("generate", "hi", "--max-tokens", "2"), ("show",)])
+def test_output_that_the_disk_cannot_hold_is_one_sentence(model, command: tuple[str, ...]) -> None:
+    given = ["-m", str(model)] if command[0] == "generate" else [str(model)]
+    with Path("/dev/full").open("w") as full:
+        line = [sys.executable, "-m", "outrider.cli", *command, *given]
+        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "error: cannot write the output: No space left on device"
+    assert "Traceback" not in done.stderr
+
+
+def test_characters_that_the_output_cannot_encode_are_replaced(model) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+
+    def printed(*command: str) -> str:
+        line = [sys.executable, "-m", "outrider.cli", *command, "-m", str(model), "--max-tokens", "2"]
+        return subprocess.run(line, capture_output=True, check=True, env=environment).stdout.decode("ascii")
+
+    assert "d?j?" in printed("demo", "d\u00e9j\u00e0 vu", "--rounds", "1")
+    assert json.loads(printed("generate", "d\u00e9j\u00e0 vu", "--json"))["prompt"] == "d\u00e9j\u00e0 vu"
 
 
 def test_interrupts_and_user_errors_print_no_traceback() -> None:

@@ -7,6 +7,7 @@ other addresses. Hub models with safetensors are in the cache of huggingface_hub
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -76,9 +77,9 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        where = error.filename or folder
+        where, advice = error.filename or folder, "make room, or " if error.errno == errno.ENOSPC else ""
         raise UserError(
-            f"cannot write `{where}`: {error.strerror or error}; make room, or set `OUTRIDER_CACHE` to another folder"
+            f"cannot write `{where}`: {error.strerror or error}; {advice}set `OUTRIDER_CACHE` to another folder"
         ) from None
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +35,7 @@ class SummaryGroup(TyperGroup):
 
 
 class CommandGroup(SummaryGroup):
-    """Reports a UserError as one sentence with exit code 1, and exits with 130 after Ctrl-C."""
+    """Reports a UserError or a full disk as one sentence with exit code 1, and exits with 130 after Ctrl-C."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -43,11 +45,23 @@ class CommandGroup(SummaryGroup):
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            discard_output()
+            typer.echo(f"error: cannot write the output: {error.strerror}", err=True)
+            raise typer.Exit(1) from None
         except Exception as error:
             flag = str(getattr(error, "option_name", ""))  # of Click's NoSuchOption, which Typer does not export
             if flag in VLLM_FLAGS:
                 vars(error).update(message=f"No such option: {flag}: {VLLM_FLAGS[flag]}", possibilities=[])
             raise
+
+
+def discard_output() -> None:
+    """Let stdout drop what it still holds: it could not be written, and Python would try again at its exit."""
+    with suppress(OSError):  # a stream without a file, as in tests
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_version(wanted: bool) -> None:
@@ -58,7 +72,8 @@ def print_version(wanted: bool) -> None:
 
 def json_line(value: dict[str, Any]) -> None:
     """Print an object on one line and flush, so that the reader of a pipe gets it at once."""
-    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+    unicode = (sys.stdout.encoding or "utf-8").lower() == "utf-8"
+    sys.stdout.write(json.dumps(value, ensure_ascii=not unicode) + "\n")
     sys.stdout.flush()
 
 

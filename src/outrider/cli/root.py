@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Annotated, Any
 
 import typer
@@ -70,5 +71,7 @@ def __getattr__(name: str) -> Any:
 
 
 def main() -> None:
+    if isinstance(sys.stdout, TextIOWrapper):  # print `?` for characters that the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="replace")
     requested = [name for name in sys.argv[1:2] if name in COMMANDS]
     build(requested or COMMANDS)()

@@ -139,8 +139,8 @@ def listen(options: ServerOptions) -> socket.socket:
         family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((options.host, options.port), family=family, backlog=BACKLOG)
     except OSError as error:
-        address = f"{options.host}:{options.port}"
-        raise UserError(f"cannot listen at `{address}` ({error.strerror}): pass another `--host` or `--port`") from None
+        address, reason = f"{options.host}:{options.port}", str(error.strerror).partition(" (")[0]
+        raise UserError(f"cannot listen at `{address}` ({reason}): pass another `--host` or `--port`") from None
 
 
 def serve(app: Starlette, options: ServerOptions, listener: socket.socket | None = None) -> int:
