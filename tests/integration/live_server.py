@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 
 import httpx
 import uvicorn
+from starlette.applications import Starlette
 
 from outrider.async_llm import AsyncLLM
 from outrider.server.app import build_app
@@ -43,3 +45,18 @@ def unanswered(address: str, path: str, body: dict[str, Any]) -> Iterator[socket
     with socket.create_connection((url.host, url.port or 80), timeout=TIMEOUT) as line:
         line.sendall(head.encode() + content)
         yield line
+
+
+class LoopClock:
+    """The clock of a server's event loop, which the test sets forward: time-outs come when it says so."""
+
+    def __init__(self, app: Starlette) -> None:
+        self.connections = app.state.server.server_state.connections
+        wait_until(lambda: self.connections)
+        self.loop: asyncio.AbstractEventLoop = next(iter(self.connections)).loop
+        self.seconds, real = 0.0, self.loop.time
+        self.loop.time = lambda: real() + self.seconds  # type: ignore[method-assign]
+
+    def advance(self, seconds: float) -> None:
+        self.seconds += seconds
+        self.loop.call_soon_threadsafe(lambda: None)  # wakes the loop, which looks at its clock

@@ -7,10 +7,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
+from typing import Any
 
 import httpx
 import pytest
+from live_server import LoopClock
+from starlette.applications import Starlette
 
 from outrider.errors import UserError
 from outrider.server.app import build_app, listen, serve
@@ -24,17 +27,26 @@ LENGTH = f"Content-Length: {len(BODY)}\r\n\r\n".encode()
 ENGINE = {"max_requests": 2}
 
 
-@pytest.fixture(scope="module")
-def port(llm) -> Iterator[int]:
-    """The port of a server as `outrider serve` runs it, with a short receive time-out."""
-    options = ServerOptions(port=0, receive_seconds=SECONDS)
+@contextmanager
+def running(llm: Any, seconds: float) -> Iterator[tuple[Starlette, int]]:
+    """Run a server as `outrider serve` does, with this receive time-out; yield the application and the port."""
+    options = ServerOptions(port=0, receive_seconds=seconds)
     app, listener = build_app(llm, options), listen(options)
     thread = threading.Thread(target=serve, args=(app, options, listener), daemon=True)
+    close, llm.close = llm.close, lambda *arguments, **more: None  # the engine serves other tests too
     thread.start()
-    yield listener.getsockname()[1]
+    yield app, listener.getsockname()[1]
     app.state.server.should_exit = True
     thread.join(TIMEOUT)
+    llm.close = close
     assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def port(llm) -> Iterator[int]:
+    """The port of a server with a short receive time-out."""
+    with running(llm, SECONDS) as (_, port):
+        yield port
 
 
 def connect(port: int) -> closing[socket.socket]:
@@ -64,15 +76,21 @@ def read_all(line: socket.socket) -> bytes:
     return received
 
 
+def received_part(line: socket.socket) -> bytes:
+    data = line.recv(2**16)
+    assert data, "the server closed the connection"
+    return data
+
+
 def answer(line: socket.socket) -> bytes:
     """Return one whole response, after which the connection stays open."""
     received = b""
     while b"\r\n\r\n" not in received:
-        received += line.recv(2**16)
+        received += received_part(line)
     head, _, body = received.partition(b"\r\n\r\n")
     length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
     while len(body) < length:
-        body += line.recv(2**16)
+        body += received_part(line)
     return head
 
 
@@ -116,19 +134,30 @@ def test_a_slow_body_after_the_response_closes_the_connection(port: int) -> None
     assert received.startswith(b"HTTP/1.1 200 OK") and seconds < TIMEOUT / 2
 
 
-def test_slow_requests_within_the_limit_and_other_requests_are_served(port: int) -> None:
-    with connect(port) as silent, connect(port) as slow:
+def test_slow_requests_within_the_limit_and_other_requests_are_served(llm) -> None:
+    with running(llm, 30) as (app, port), connect(port) as silent, connect(port) as slow:
+        clock = LoopClock(app)
+
+        def pass_seconds(seconds: float) -> None:
+            """Let the server read everything that was sent, and set its clock forward."""
+            assert httpx.get(f"http://127.0.0.1:{port}/health", timeout=TIMEOUT).status_code == 200
+            clock.advance(seconds)
+
         silent.sendall(HEAD)
         for part in (HEAD + LENGTH, BODY[:5]):
             slow.sendall(part)
-            assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+            pass_seconds(12)
         slow.sendall(BODY[5:])
         assert answer(slow).startswith(b"HTTP/1.1 200 OK")
+        pass_seconds(24)
+        assert read_all(silent).startswith(b"HTTP/1.1 408 ")
         # The same connection once more: the clock begins anew with each request.
-        time.sleep(1.2 * SECONDS)
-        slow.sendall(HEAD + LENGTH + BODY)
+        slow.sendall(HEAD + LENGTH)
+        pass_seconds(24)
+        slow.sendall(BODY)
         assert answer(slow).startswith(b"HTTP/1.1 200 OK")
         slow.sendall(HEAD)
+        pass_seconds(36)
         assert read_all(slow).startswith(b"HTTP/1.1 408 ")
 
 
