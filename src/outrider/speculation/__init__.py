@@ -2,7 +2,8 @@
 
 - interface: what a method is (`Options`, `Needs`, `propose`, `accept`, `release`); registry: finding methods by name
 - auto: the method of `speculate="auto"`; config, options, vllm_config: parsing what the user asks for
-- manager: the drafters of an engine, from proposal to verification; verifier, combined (`a+b`)
+- drafter_pool: the drafters that an engine has loaded; manager: their calls, from proposal to verification
+- verifier: the verification modes; combined: several drafters for one request (`a+b`)
 - methods: one file per method; drafters: the implementations that they share
 - adaptive: how many tokens to draft; checkpoints: reading trained heads
 """

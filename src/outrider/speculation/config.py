@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from ..errors import UserError
+from .combined import Options as CombinedOptions
 from .interface import MethodOptions, TreeOptions
 from .options import Setting, fill, hint, whole
 from .registry import find, members
@@ -142,7 +143,7 @@ def plan(method: str, settings: Mapping[str, Setting]) -> SpeculationPlan:
     if common.rates and "width" not in given:
         given["width"] = Setting("width", len(common.rates))
     own = {key: setting for key, setting in given.items() if key not in shared}
-    options = combined_options(method, own) if "+" in method else method_options(method, own)
+    options = read_options(method, own)
     rates = synthetic(common, options.width, {key: setting.name for key, setting in given.items()})
     if common.replacement and (common.verify != "rejection" or common.draft != "probabilistic"):
         raise UserError(
@@ -166,8 +167,13 @@ def plan(method: str, settings: Mapping[str, Setting]) -> SpeculationPlan:
     )
 
 
+def read_options(method: str, given: Mapping[str, Setting]) -> MethodOptions:
+    """Build the options of a method, or of `a+b`; options that are not given have their defaults."""
+    return combined_options(method, given) if "+" in method else method_options(method, given)
+
+
 def method_options(method: str, given: Mapping[str, Setting]) -> MethodOptions:
-    """Build the options of one method; options that are not given have their defaults."""
+    """Build the options of one method."""
     kind: type[MethodOptions] = find(method).Options
     own = names(kind)
     settings: dict[str, Setting] = {}
@@ -181,7 +187,8 @@ def method_options(method: str, given: Mapping[str, Setting]) -> MethodOptions:
         options = fill(kind, settings)
     except UserError as error:
         raise UserError(as_spelled(str(error), settings)) from None
-    return with_width(options, settings)
+    check_width(options, settings)
+    return options
 
 
 def as_spelled(message: str, given: Mapping[str, Setting]) -> str:
@@ -197,16 +204,15 @@ def current_name(key: str, own: Sequence[str]) -> str:
     return current if key not in own and (current in own or current in BRANCHING) else key
 
 
-def with_width(options: MethodOptions, given: Mapping[str, Setting]) -> MethodOptions:
-    """Return the options, after refusing a given width below 1."""
+def check_width(options: MethodOptions, given: Mapping[str, Setting]) -> None:
+    """Refuse a given width below 1."""
     if options.width < 1 and "width" in given:
         raise UserError(
             f"`{given['width'].name}` is {options.width}: it must be at least 1, and `none` as method is plain decoding"
         )
-    return options
 
 
-def combined_options(method: str, given: Mapping[str, Setting]) -> MethodOptions:
+def combined_options(method: str, given: Mapping[str, Setting]) -> CombinedOptions:
     """Build the options of `a+b`: `a.key` sets one method, `key` all that have it, `width` the merged tree."""
     methods = members(method)
     if len(set(methods)) < len(methods) or not all(methods) or "none" in methods:
@@ -225,9 +231,9 @@ def combined_options(method: str, given: Mapping[str, Setting]) -> MethodOptions
         for member in receivers:
             settings_of[member][key.removeprefix(f"{owner}.")] = setting
     options = tuple((member, method_options(member, settings_of[member])) for member in methods)
-    kind: type[MethodOptions] = find(method).Options
-    merged = with_width(fill(kind, {key: setting for key, setting in given.items() if key == "width"}), given)
-    return replace(merged, members=options)  # type: ignore[call-arg]
+    merged = fill(CombinedOptions, {key: setting for key, setting in given.items() if key == "width"})
+    check_width(merged, given)
+    return replace(merged, members=options)
 
 
 def names(kind: type) -> list[str]:

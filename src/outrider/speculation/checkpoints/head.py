@@ -22,7 +22,8 @@ from ...catalog import shipped
 from ...errors import UserError
 from ...kernels import Weight
 from ...models import Model, ModelConfig
-from ...models.heads import HeadShape
+from ...models.block_head import BlockShape
+from ...models.heads import EagleShape, HeadShape, ModuleShape
 from ...models.rope import fit_rope
 from ...weights.random import HOST
 from ..interface import Target
@@ -53,6 +54,7 @@ METHODS = {  # published names of the kinds of heads
     "dspark": "DSpark",
 }
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")  # of a configuration
+LAYERED = (EagleShape, BlockShape)  # kinds of heads with decoder layers of their own
 COMMON = {field.name for field in fields(HeadShape)}  # described explicitly; the fields of one kind are listed by name
 TRAINED = ("eagle3", "dflash", "dspark", "medusa", "mtp", "draft_model")  # methods of `outrider train`
 
@@ -185,17 +187,17 @@ def read_head(folder: Folder, target: ModelConfig | None = None, method: str | N
 
 def _with_rope_of(shape: HeadShape, target: ModelConfig, path: Path) -> HeadShape:
     """Return a shape with the target's rope, for a head whose configuration states none."""
-    layers: ModelConfig | None = getattr(shape, "layers", None)
     rope = next((rope for rope in target.ropes if rope is not None), None)
-    if layers is None or rope is None:
+    if rope is None or not isinstance(shape, LAYERED):
         return shape
+    layers = shape.layers
     fitting = fit_rope(rope, target.head_dim, layers.head_dim)
     if fitting is None:
         raise UserError(
             f"`{path}` states no rope, and that of the target ({rope.kind}) is for heads of {target.head_dim} "
             f"dimensions, not {layers.head_dim}: state `rope_theta` and `rope_scaling` in its config.json"
         )
-    return replace(shape, layers=replace(layers, ropes=(fitting,) * layers.layers))  # type: ignore[call-arg]
+    return replace(shape, layers=replace(layers, ropes=(fitting,) * layers.layers))
 
 
 def choose_aux_layers(head: Head, target: Model, chosen: tuple[int, ...] = ()) -> tuple[int, ...]:
@@ -403,10 +405,11 @@ def _overruled(head: Head) -> Iterator[str]:
     stated = config.get("draft_vocab_size")
     if stated is not None and head.draft_ids is not None and stated != len(head.draft_ids):
         yield f"`draft_vocab_size` {stated} (`d2t` has {len(head.draft_ids)})"
-    layers, stated = getattr(shape, "layers", None), config.get("num_hidden_layers")
-    beside = hasattr(shape, "modules")  # MTP modules: the key counts the layers of the model
-    if isinstance(layers, ModelConfig) and not beside and stated is not None and stated != layers.layers:
-        yield f"`num_hidden_layers` {stated} (the tensors are of {layers.layers})"
+    if isinstance(shape, ModuleShape) or not isinstance(shape, LAYERED):  # beside modules the key is the model's
+        return
+    stated, layers = config.get("num_hidden_layers"), shape.layers.layers
+    if stated is not None and stated != layers:
+        yield f"`num_hidden_layers` {stated} (the tensors are of {layers})"
 
 
 def _list(values: Sequence[object]) -> str:

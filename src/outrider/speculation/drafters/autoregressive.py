@@ -158,7 +158,7 @@ class Autoregressive:
         assert states is not None
         return states if inputs.samples is None else torch.index_select(states, 0, inputs.samples)
 
-    def decode(self, chains: ChainBuilder, states: Tensor, newest: Tensor, positions: Tensor, tables: Tensor) -> None:
+    def decode(self, chains: ChainBuilder, states: Tensor, positions: Tensor, tables: Tensor) -> None:
         """Sample the tokens of all chains: from a state each, or one at a time, each read before the next.
 
         positions [R] int32: of the newest tokens, which have been read.
@@ -198,7 +198,7 @@ class Autoregressive:
                 numbers += [0] * (width - len(plan.pages))
             packed = self.device.upload(numbers, torch.int32)
             positions, tables = packed[: len(plans)], packed[len(plans) :].view(len(plans), width)
-            self.decode(chains, states, positions, positions, tables)
+            self.decode(chains, states, positions, tables)
         return chains.draft()
 
     def _known_ids(self) -> Tensor | None:
@@ -249,14 +249,14 @@ class Autoregressive:
         inputs, batch = make_batch(self.device, Shape(count, 1, pages))
         hidden = self.device.zeros((count, network.features), torch.float32) if network.features else None
         chain = RecordedChain(self.sampler, self.device, self.width, self._known_ids(), greedy)
-        newest = batch.positions[count - 1 :]
+        positions = batch.positions[count - 1 :]  # of the newest token
         self._range(2)  # of `decode`: inside the recording it could not be made
 
         def run(recorder: object) -> None:
             chain.recorder = recorder
             features = None if hidden is None else network.project_features(hidden)
             state = self.extend(FirstPass(batch, features, None))[count - 1 :]  # [1, S]
-            self.decode(chain, state, newest, newest, batch.page_tables)
+            self.decode(chain, state, positions, batch.page_tables)
 
         return Recorded(run, inputs, hidden, chain)
 
@@ -462,6 +462,9 @@ class Autoregressive:
             self._keep_page_states(state, accepted)
         samples = inputs.samples.view(-1, per_row).t().flatten()
         return FirstPass(Batch(inputs.tokens, positions, slots, inputs.query_starts, tables), features, samples)
+
+    def decode_state(self, chains: ChainBuilder, states: Tensor, state: DecodeState) -> None:
+        self.decode(chains, states, state.positions, state.batch.page_tables)
 
     def _keep_page_states(self, state: DecodeState, accepted: Tensor) -> None:
         """Keep the target's state of the last token of every page which the step filled."""

@@ -195,8 +195,11 @@ class BlockDrafter:
                 self.stores.capture(shape, self.head.width)
                 self.blocks.capture(shape, 0)
 
-    def decode(self, chains: ChainBuilder, states: Tensor, newest: Tensor, positions: Tensor, tables: Tensor) -> None:
-        """Sample the tokens of all blocks from left to right, each with a bias by the one before it."""
+    def decode(self, chains: ChainBuilder, states: Tensor, newest: Tensor) -> None:
+        """Sample the tokens of all blocks from left to right, each with a bias by the one before it.
+
+        newest [R]: the token before the first prediction of each block.
+        """
         head, counts = self.head, chains.counts
         predicting = states[counts[0] * self.skipped :]
         by_depth = torch.split(predicting, counts)
@@ -227,14 +230,14 @@ class BlockDrafter:
     def _draft(
         self, contexts: Sequence[DraftContext], blocks: list[Block], states: Tensor, newest: Tensor
     ) -> DraftBatch:
-        """Draft the tokens of one call; newest [R]: the token before each block's first prediction."""
+        """Draft the tokens of one call; newest: as in `decode`."""
         if self.branches > 1:
             builder = TreeBuilder(self, contexts, blocks, self.branches, self.shape, paid=True)
             if not self._replay_tree(builder, states):
                 self._grow(builder, states, newest)
             return builder.draft()
         chains = CallChains(self.sampler, self.device, contexts, blocks, self.vocabulary, self._known_ids())
-        self.decode(chains, states, newest, newest, newest)
+        self.decode(chains, states, newest)
         return chains.draft()
 
     def _grow(self, builder: TreeBuilder[Block], states: Tensor, newest: Tensor) -> None:
@@ -346,7 +349,7 @@ class BlockDrafter:
 
         def run(recorder: object) -> None:
             chain.recorder = recorder
-            self.decode(chain, self.extend(block_pass), newest, newest, newest)
+            self.decode(chain, self.extend(block_pass), newest)
 
         return Recorded(run, inputs, block_pass.hidden, chain)
 
@@ -534,6 +537,9 @@ class BlockDrafter:
         blocks = Batch(inputs.tokens, inputs.positions, inputs.slots, inputs.query_starts, batch.page_tables)
         samples = self._by_depth(state.rows, size)
         return BlockPass(stored, state.hidden, blocks, samples)
+
+    def decode_state(self, chains: ChainBuilder, states: Tensor, state: DecodeState) -> None:
+        self.decode(chains, states, state.newest)
 
     def _by_depth(self, rows: int, size: int) -> Tensor:
         """Return the order of even blocks by depth. Kept, as CUDA graphs read it."""

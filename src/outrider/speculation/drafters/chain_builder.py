@@ -244,7 +244,7 @@ class CallChains(ChainBuilder):
 
 
 class StateDrafter(Protocol[Inputs]):
-    """The methods of a drafter that runs on a DecodeState. `extend` and `decode` also serve calls from the host."""
+    """The methods of a drafter that runs on a DecodeState. `extend` also serves calls from the host."""
 
     def state_inputs(self, state: DecodeState) -> Inputs:
         """Build the inputs of the first pass from the state."""
@@ -254,7 +254,7 @@ class StateDrafter(Protocol[Inputs]):
         """Run the first pass; return the states that drafts are sampled from, by depth."""
         ...
 
-    def decode(self, chains: ChainBuilder, states: Tensor, newest: Tensor, positions: Tensor, tables: Tensor) -> None:
+    def decode_state(self, chains: ChainBuilder, states: Tensor, state: DecodeState) -> None:
         """Sample the tokens of all chains, from the states of the first pass."""
         ...
 
@@ -289,9 +289,8 @@ class BoundDrafter(Generic[Inputs]):
 
     def decode(self) -> None:
         assert self.states is not None
-        state = self.state
         self.chains.begin()
-        self.drafter.decode(self.chains, self.states, state.newest, state.positions, state.batch.page_tables)
+        self.drafter.decode_state(self.chains, self.states, self.state)
         self.chains.write()
 
     def finish(self, requests: Sequence[Request], computed: Sequence[int]) -> None:

@@ -228,7 +228,7 @@ class MedusaDrafter:
         hidden, rows = inputs
         return torch.index_select(hidden, 0, rows)
 
-    def decode(self, chains: ChainBuilder, states: Tensor, newest: Tensor, positions: Tensor, tables: Tensor) -> None:
+    def decode_state(self, chains: ChainBuilder, states: Tensor, state: DecodeState) -> None:
         """Sample a token from each head."""
         for depth, logits in enumerate(self.network.logits(states, chains.width)):
             chains.put(depth, logits)
