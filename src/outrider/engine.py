@@ -83,32 +83,16 @@ class Engine:
         progress(0, 2, "warming up")
         graphs = Graphs(self.device, "NONE" if config.enforce_eager else config.cudagraph_mode)
         self.spec_manager = self._make_spec_manager(config, speculation, dtype, graphs)
-        shape = self.model.config
-        states = self._state_shape(config)
-        has_window = [window > 0 for window in shape.windows] if self._window(config) else ()
-        sizes = shape.layers, shape.kv_heads, config.page_size, shape.head_dim
-        pages = Pages(*sizes, dtype, recurrent=states, has_window=has_window)
+        pages = self._make_pages(config, dtype)
         storages = [pages, *self.spec_manager.target.storages]
         self.resolved = self._resolve(config, backend, dtype, storages)
         log.info("key/value cache: %s", self.resolved.kv_memory)
-        states = pages.recurrent
-        if states is not None:
-            log.info("states of recurrent layers: %s", states.memory)
+        if pages.recurrent is not None:
+            log.info("states of recurrent layers: %s", pages.recurrent.memory)
         progress(1, 2, "warming up")
         self._allocate(storages, self.resolved)
         self.runner = self._make_runner(pages, graphs, self.resolved)
-        self.scheduler = Scheduler(
-            self.resolved.pages,
-            self.resolved.page_size,
-            self.resolved.max_requests,
-            self.resolved.max_step_tokens,
-            self.resolved.prefix_cache,
-            self.resolved.decode_steps,
-            self.adapters,
-            self.resolved.window,
-            self.resolved.window_pages,
-            0 if states is None else states.slots,
-        )
+        self.scheduler = self._make_scheduler(self.resolved, pages)
         self.single_threaded_torch = SingleThreadedTorch(backend)
         with self.single_threaded_torch:
             if self.device.defaults.warms_up:
@@ -138,7 +122,8 @@ class Engine:
         step = self.scheduler.next(self.run_length.decode_steps, prompt_tokens)
         if step is None:
             return []
-        results = self._run(step)
+        with self.single_threaded_torch:
+            results = self._run(step)
         try:
             outputs = self._outputs(step, self.scheduler.commit(step, results), quiet)
         finally:  # also if this fails: `abort` releases only requests that have not finished
@@ -211,17 +196,13 @@ class Engine:
         self.times = StepTimes()
 
     def _run(self, step: Step) -> list[RowResult]:
-        with self.single_threaded_torch:
-            return self._run_rows(step)
-
-    def _run_rows(self, step: Step) -> list[RowResult]:
         """Run a step. If it fails, run each row alone, so that only the failing request ends."""
         try:
             return self.runner.step(step)
         except Exception as error:
             if len(step.rows) > 1:
                 log.debug("a step of %d rows failed: each row runs again alone", len(step.rows), exc_info=True)
-                return [result for row in step.rows for result in self._run_rows(Step([row]))]
+                return [result for row in step.rows for result in self._run(Step([row]))]
             request = step.rows[0].request
             log.exception("request `%s` failed", request.id)
             self.scheduler.finish(request, FinishReason.ERROR, error_text(error))
@@ -274,7 +255,7 @@ class Engine:
             ops=self.ops,
             device=self.device,
             page_size=config.page_size,
-            max_context=min(config.max_context or self.model.config.context, self.model.config.context),
+            max_context=self._max_context(config),
             kv_dtype=dtype,
             sampled=speculation.sampled,
             coupled=speculation.verification in ("exact", "synthetic"),
@@ -285,6 +266,33 @@ class Engine:
             graphs=None if speculation.eager else graphs,
         )
         return SpeculationManager(speculation, target)
+
+    def _make_pages(self, config: EngineConfig, dtype: str) -> Pages:
+        """Return the storage of the target's KV and states, not allocated yet."""
+        shape = self.model.config
+        return Pages(
+            shape.layers,
+            shape.kv_heads,
+            config.page_size,
+            shape.head_dim,
+            dtype,
+            recurrent=self._state_shape(config),
+            has_window=[window > 0 for window in shape.windows] if self._window(config) else (),
+        )
+
+    def _make_scheduler(self, resolved: ResolvedConfig, pages: Pages) -> Scheduler:
+        return Scheduler(
+            resolved.pages,
+            resolved.page_size,
+            resolved.max_requests,
+            resolved.max_step_tokens,
+            resolved.prefix_cache,
+            resolved.decode_steps,
+            self.adapters,
+            resolved.window,
+            resolved.window_pages,
+            0 if pages.recurrent is None else pages.recurrent.slots,
+        )
 
     def _make_runner(self, pages: Pages, graphs: Graphs, resolved: ResolvedConfig) -> Runner:
         limits = resolved.max_context, resolved.max_step_tokens
@@ -344,7 +352,12 @@ class Engine:
     def _window(self, config: EngineConfig) -> int:
         """Return the widest sliding window of all layers; 0 if no text is longer."""
         widest = max(self.model.config.windows)
-        return widest if widest < min(config.max_context or self.model.config.context, self.model.config.context) else 0
+        return widest if widest < self._max_context(config) else 0
+
+    def _max_context(self, config: EngineConfig) -> int:
+        """Return the tokens that a text may have: those of the user, at most those that the model was trained for."""
+        trained = self.model.config.context
+        return min(config.max_context or trained, trained)
 
     def _allocate(self, storages: list[Pages], resolved: ResolvedConfig) -> None:
         target, *others = storages

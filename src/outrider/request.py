@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from .types import DecodeStep, Draft, Ending, FinishReason, SamplingParams, SpecStats, TokenLogprobs
@@ -115,6 +116,46 @@ class Request(SpeculationState, CacheState, GenerationState, RequestInput):
         if count >= self.params.max_tokens or len(self.prompt) + count >= self.max_length:
             return FinishReason.LENGTH, None
         return None
+
+    def append(self, draft: Draft | None, result: RowResult) -> Ending | None:
+        """Append the tokens of all decode steps of a row; return why one of them ends the request, if one does.
+
+        draft: verified by the first of these steps.
+        """
+        steps = result.decode_steps
+        if result.passes == 1 and not steps:
+            steps = [DecodeStep(draft, result.tokens)]
+        elif not steps:
+            if self.continues_after(result.tokens) and not self.params.trace:
+                self.output += result.tokens  # the common case, for what may be thousands of requests
+                self.logprobs += result.logprobs
+                self.spec_stats.count_plain(len(result.tokens))
+                return None
+            steps = [DecodeStep(None, [token]) for token in result.tokens]
+        first = 0
+        for step in steps:
+            ending = self._append_step(step, result.logprobs[first : first + len(step.tokens)])
+            if ending is not None:
+                return ending
+            first += len(step.tokens)
+        return None
+
+    def _append_step(self, step: DecodeStep, logprobs: Sequence[TokenLogprobs]) -> Ending | None:
+        """Append the tokens of a decode step up to the one that ends the request, if any."""
+        ending = None
+        for index, token in enumerate(step.tokens):
+            self.output.append(token)
+            if logprobs:
+                self.logprobs += logprobs[index : index + 1]
+            ending = self.ending(len(self.output), token)
+            if ending is not None:
+                break
+        if step.tokens:  # the last one is the target's
+            self.spec_stats.count(step.draft, step.tokens[:index], self.drafters)
+            if self.params.trace:
+                traced = None if step.draft is None else replace(step.draft, logits=None)
+                self.trace.append(DecodeStep(traced, step.tokens[: index + 1], time.perf_counter()))
+        return ending
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Return tokens [start, stop) of prompt and output, without joining the two lists."""

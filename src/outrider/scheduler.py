@@ -21,8 +21,7 @@ import itertools
 import time
 from bisect import insort
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from .adapters import Adapter
@@ -32,7 +31,7 @@ from .cache.window_pages import WindowPages
 from .config import most_window_pages
 from .errors import UserError
 from .request import Request, Row, RowResult, Step
-from .types import DecodeStep, Draft, Ending, FinishReason, TokenLogprobs
+from .types import FinishReason
 
 # If the last step admitted fewer than 1/8 of the running requests, a multi-step run comes before the next admission.
 # In a full batch some request ends in every step, so admitting one in each would leave no multi-step run at all.
@@ -544,7 +543,7 @@ class Scheduler:
         request = row.request
         request.prompt_logprobs += result.prompt_logprobs
         self._advance_state(request)
-        ending = self._append(request, row.draft, result)
+        ending = request.append(row.draft, result)
         request.draft = result.draft
         reason = request.spec_stats.suspension
         if not request.width and reason is not None and result.tokens:  # its drafter was dropped: it did not pay
@@ -565,44 +564,6 @@ class Scheduler:
             self.finish(request, FinishReason.ERROR, NO_TOKEN_ALLOWED)
         elif ending is not None:
             self.finish(request, *ending)
-
-    def _append(self, request: Request, draft: Draft | None, result: RowResult) -> Ending | None:
-        """Append the tokens of all decode steps of a row; `draft` was verified by the first of them."""
-        steps = result.decode_steps
-        if result.passes == 1 and not steps:
-            steps = [DecodeStep(draft, result.tokens)]
-        elif not steps:
-            if request.continues_after(result.tokens) and not request.params.trace:
-                request.output += result.tokens  # the common case, for what may be thousands of requests
-                request.logprobs += result.logprobs
-                request.spec_stats.count_plain(len(result.tokens))
-                return None
-            steps = [DecodeStep(None, [token]) for token in result.tokens]
-        first = 0
-        for step in steps:
-            ending = self._append_step(request, step, result.logprobs[first : first + len(step.tokens)])
-            if ending is not None:
-                return ending
-            first += len(step.tokens)
-        return None
-
-    @staticmethod
-    def _append_step(request: Request, step: DecodeStep, logprobs: Sequence[TokenLogprobs]) -> Ending | None:
-        """Append the tokens of a decode step up to the one that ends the request, if any."""
-        ending = None
-        for index, token in enumerate(step.tokens):
-            request.output.append(token)
-            if logprobs:
-                request.logprobs += logprobs[index : index + 1]
-            ending = request.ending(len(request.output), token)
-            if ending is not None:
-                break
-        if step.tokens:  # the last one is the target's
-            request.spec_stats.count(step.draft, step.tokens[:index], request.drafters)
-            if request.params.trace:
-                draft = None if step.draft is None else replace(step.draft, logits=None)
-                request.trace.append(DecodeStep(draft, step.tokens[: index + 1], time.perf_counter()))
-        return ending
 
     def _preempt(self, request: Request) -> None:
         self._stop_running(request)

@@ -8,7 +8,7 @@ read once more, which gives the same KV.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class CapturedDrafting:
         if found is None:
             return None
         key, buffers = found
-        drafter = cast(MultiStepDrafter, self.spec_manager.drafter(name))
+        drafter = self.runs.planner.drafter(name)
         fitting = {row for row in drafting if self._fits(drafter, contexts[row], buffers.state.width)}
         reading = [row for row in range(len(contexts)) if row not in fitting]
         if reading:
@@ -86,8 +86,8 @@ class CapturedDrafting:
             for row, context in zip(drafting, chosen, strict=True)
         ]
         self._fill_batch(buffers, chosen, counts, hidden)
-        runs.run_part(("extend", *key), drafter.extend)
-        runs.run_part(("decode", *key), drafter.decode)
+        runs.graphs.run(("extend", *key), drafter.extend)
+        runs.graphs.run(("decode", *key), drafter.decode)
         listed: list[list[int]] = buffers.state.drafts.tolist()
         drafter.finish([context.request for context in chosen], [context.computed for context in chosen])
         tokens: list[list[int]] = [[] for _ in contexts]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -136,10 +136,10 @@ class MultiStepRunner:
             return self.planner.drop(step.rows, results)
         return self.planner.learn(name, step.rows, results, width, fences)
 
-    def warm_up(self, name: str, row: Row, width: int, times: int = 3) -> list[Fence]:
-        """Run a few steps over a row, `times` times; return the fences of the last run. The row's pages are written."""
+    def warm_up(self, name: str, row: Row, width: int) -> list[Fence]:
+        """Run a few steps over a row, three times; return the fences of the last run. The row's pages are written."""
         key, buffers = self.buffers_for(name, [row], width)
-        for _ in range(times):  # to compile, to capture, to measure
+        for _ in range(3):  # to compile, to capture, to measure
             self.fill(buffers, [row])
             fences = self._launch(buffers, key, TIMED_STEPS, TIMED_STEPS)
             fences[-1].wait()
@@ -181,7 +181,10 @@ class MultiStepRunner:
     def _run_part(self, buffers: RunBuffers, key: Key, part: str, run: Callable[[], None]) -> None:
         """Run a part of a decode step: by CUDA graphs, or by a recording, which is made when it first runs."""
         if self.graphs.decoding:
-            self.run_part((part, *key), run)
+            if self.eager_drafter and part != "target":
+                run()
+            else:
+                self.graphs.run((part, *key), run)
             return
         if part not in buffers.replays:
             changed = [buffer.tensor for buffer in (buffers.integers, buffers.states) if buffer is not None]
@@ -192,13 +195,6 @@ class MultiStepRunner:
             for tensor, values in zip(changed, before, strict=True):  # a part of it may have run
                 tensor.copy_(values)
         (buffers.replays[part] or run)()
-
-    def run_part(self, key: tuple[Hashable, ...], run: Callable[[], None]) -> None:
-        """Run a part of a decode step, by replay if it is captured."""
-        if self.graphs.decoding and not (self.eager_drafter and key[0] != "target"):
-            self.graphs.run(key, run)
-        else:
-            run()
 
     # ---- one decode step, all of it on the device ----
 

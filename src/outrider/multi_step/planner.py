@@ -35,13 +35,13 @@ class RunPlanner:
 
     def ready(self, name: str, requests: Sequence[Request]) -> bool:
         """Return whether no drafter has to catch up with its requests."""
-        return not name or (self.spec_manager.can_multi_step(name) and self._drafter(name).ready(requests))
+        return not name or (self.spec_manager.can_multi_step(name) and self.drafter(name).ready(requests))
 
     def aux_layers(self, name: str) -> tuple[int, ...]:
         return self.spec_manager.drafter(name).needs.aux_layers if name else ()
 
     def bind(self, name: str, state: DecodeState) -> StepDrafter | None:
-        return self._drafter(name).bind(state) if name else None
+        return self.drafter(name).bind(state) if name else None
 
     def width(self, name: str, requests: Sequence[Request], others: int = 0) -> int:
         """Return how many tokens all requests draft in each step of the next run. others: requests beside these."""
@@ -124,7 +124,8 @@ class RunPlanner:
             learned.append(replace(result, dropped=dropped))
         return learned
 
-    def _drafter(self, name: str) -> MultiStepDrafter:
+    def drafter(self, name: str) -> MultiStepDrafter:
+        """Return the drafter of a method whose `needs.multi_step` is set."""
         return cast(MultiStepDrafter, self.spec_manager.drafter(name))
 
 
