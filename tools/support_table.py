@@ -15,7 +15,7 @@ from typing import Any
 
 from outrider.config import BACKENDS
 from outrider.kernels.quantization import FORMATS
-from outrider.models.config import ARCHITECTURES
+from outrider.models.architectures import ARCHITECTURES
 from outrider.speculation import available, find
 from outrider.types import SamplingParams
 from outrider.weights.gguf_header import TENSOR_TYPES

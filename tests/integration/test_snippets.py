@@ -35,7 +35,7 @@ REASONS = {
     "it needs an adapter": 3,
     "it needs the model": 1,
     "an excerpt of examples/own_method.py": 5,
-    "an excerpt of src/outrider/models/config.py": 1,
+    "an excerpt of src/outrider/models/architectures.py": 1,
     "an excerpt of src/outrider/weights/gguf.py": 1,
     "an excerpt of tests/tiny.py": 1,
     "an excerpt of tests/tiny_gguf.py": 1,

@@ -15,7 +15,7 @@ from outrider import UserError, catalog
 from outrider.catalog import cache, pulling
 from outrider.catalog import download as downloads
 from outrider.catalog.pulled import ARCHITECTURES
-from outrider.models import config as model_config
+from outrider.models import architectures
 from outrider.weights import locate
 
 NAME = "tiny/Tiny-GGUF:Q4_0"
@@ -376,7 +376,7 @@ def test_models_of_other_kinds_in_the_hubs_cache_are_not_listed(server: ModelSer
 
 
 def test_the_listed_architectures_are_those_that_run() -> None:
-    known = {architecture.class_name for architecture in model_config.ARCHITECTURES.values()}
+    known = {architecture.class_name for architecture in architectures.ARCHITECTURES.values()}
     texts = {f"{name}ForConditionalGeneration" for name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe")}  # their text models run
     assert set(ARCHITECTURES) == known | texts
 

@@ -18,7 +18,7 @@ from ..errors import UserError
 from ..kernels import Weight
 from ..kernels.quantization import FORMATS
 from ..models import Model, read_config
-from ..models.config import ARCHITECTURES
+from ..models.architectures import ARCHITECTURES
 from ..speculation.checkpoints import open_head
 from ..weights import Checkpoint
 from ..weights.checkpoint import map_file, read_json

@@ -1,4 +1,4 @@
-"""Models: one decoder for all architectures of config.ARCHITECTURES, and the networks of draft heads."""
+"""Models: one decoder for all architectures of architectures.ARCHITECTURES, and the networks of draft heads."""
 
 from .config import ModelConfig, read_config
 from .decoder import Model, build

@@ -181,5 +181,5 @@ def build(
     progress: Progress = unwatched,
     lora: LoraLayers | None = None,
 ) -> Model:
-    """Build the model of a checkpoint on the device of `ops`. Its architecture is looked up in config.ARCHITECTURES."""
+    """Build the model of a checkpoint on the device of `ops`. Its architecture is one of ARCHITECTURES."""
     return Model(read_config(checkpoint.config), checkpoint, ops, quantize, max_context, progress, lora)

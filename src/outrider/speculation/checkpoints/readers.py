@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 from ...errors import UserError
 from ...models import ModelConfig, read_config
+from ...models.architectures import ARCHITECTURES, Architecture
 from ...models.block_head import CONFIDENCE, MARKOV, MASK_EMBEDDING, BlockShape, evenly_spaced_layers
-from ...models.config import ARCHITECTURES, MAX_LAYERS, Architecture
+from ...models.config import MAX_LAYERS
 from ...models.fields import ConfigFields, positive
 from ...models.heads import EagleShape, MedusaShape, ModuleShape
 from .folder import PICKLED, Folder

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ...errors import UserError
 from ...models import ModelConfig
+from ...models.architectures import ARCHITECTURES
 from ...models.block_head import MASK_EMBEDDING, BlockShape
-from ...models.config import ARCHITECTURES
 from ...models.heads import EagleShape
 from ...speculation.checkpoints import Head, arrange, read_head
 from ...weights.hf_folder import classic_rope
