@@ -128,9 +128,8 @@ class Sampler:
         self._has_processors = any(needs_processors(request) for request in requests)
         logits, tokens = self._buffers(len(requests))
         logprob_rows = [row for row, p in enumerate(params) if p.logprobs is not None]
-        self._plain = SamplerInput(
-            [], self._sampling, None, None, logprob_rows, logits, tokens
-        )  # for steps without a draft
+        # For steps without a draft.
+        self._plain = SamplerInput([], self._sampling, None, None, logprob_rows, logits, tokens)
         self._requests = requests
 
     def _buffers(self, count: int) -> tuple[Tensor, Tensor]:
@@ -368,12 +367,6 @@ def step_changes(context: DraftedContext, table: LogitTable) -> dict[int, tuple[
         value = BAN if is_banned else bias.get(token, params.logit_bias.get(token, 0.0))
         changes[token] = (params.repetition_penalty if token in repeated else 1.0, value)
     return changes
-
-
-def logit_changes(context: DraftedContext) -> dict[int, tuple[float, float]]:
-    """Return the scale and the bias (as in LogitsProcessors) of each token whose logit changes."""
-    entries = zip(*(array.tolist() for array in changed_entries(context)), strict=True)
-    return {token: (scale, bias) for token, scale, bias in entries}
 
 
 def penalties(params: SamplingParams, output: Sequence[int]) -> dict[int, float]:

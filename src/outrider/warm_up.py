@@ -70,6 +70,8 @@ class WarmUp:
         self.runner, self.resolved, self.graphs = runner, resolved, runner.graphs
         self.spec_manager = runner.spec_manager
         self.pages = pages_sizes(-(-resolved.max_context // resolved.page_size))
+        widths = [proposer.needs.width for proposer in self.spec_manager.methods.values()]
+        self.max_drafted = max(widths, default=0)  # tokens that a request drafts in one step
         self.has_trees = any(proposer.needs.trees for proposer in self.spec_manager.methods.values())
         self.adapted = (False,) if runner.model.lora is None else (False, True)  # whether some row has an adapter
 
@@ -148,10 +150,9 @@ class WarmUp:
                 drafter.capture_passes([shape for shape in shapes if self.graphs.mixed or shape.is_tree])
 
     def _step_shapes(self) -> Iterator[Shape]:
-        width = max((proposer.needs.width for proposer in self.spec_manager.methods.values()), default=0)
         if not self.graphs.decoding:
             return
-        for tokens, rows in step_sizes(self.resolved.max_requests, width):
+        for tokens, rows in step_sizes(self.resolved.max_requests, self.max_drafted):
             if tokens <= self.runner.graph_tokens:
                 flags = (False, True) if self.has_trees else (False,)
                 for pages, is_tree, adapted in product(reversed(self.pages), flags, self.adapted):
@@ -159,7 +160,7 @@ class WarmUp:
 
     def _sample(self) -> None:
         """Sample with each kind of parameters, with and without drafts, for one request and for several."""
-        most = max((proposer.needs.width for proposer in self.spec_manager.methods.values()), default=0)
+        most = self.max_drafted
         pages = self._some_pages(TOKENS + most + 2)
         widths = [0, *(width for width in (1, 2, 4, 8, 16, 32) if width < most), *([most] if most else [])]
         for kind, params in enumerate(sampling_kinds() if pages else ()):

@@ -10,7 +10,7 @@ import torch
 from outrider.device import Cpu
 from outrider.kernels import reference
 from outrider.request import Request, Row
-from outrider.sampler import DraftedContext, Sampler, build_processors, logit_changes, paths
+from outrider.sampler import DraftedContext, Sampler, build_processors, changed_entries, paths
 from outrider.types import Draft, SamplingParams, TokenLogprobs
 
 BAN = float("-inf")
@@ -26,7 +26,9 @@ def row(asked: Request, draft: Draft | None = None) -> Row:
 
 
 def changes_after(request: Request, *drafted: int) -> dict[int, tuple[float, float]]:
-    return logit_changes(DraftedContext(request, list(drafted)))
+    """Return scale and bias of each token whose logit changes."""
+    tokens, scale, bias = changed_entries(DraftedContext(request, list(drafted)))
+    return dict(zip(tokens.tolist(), zip(scale.tolist(), bias.tolist(), strict=True), strict=True))
 
 
 def pick(logits: torch.Tensor, requests: list[Request]) -> tuple[list[int], dict[int, list[TokenLogprobs]]]:

@@ -185,7 +185,7 @@ def _decide(
     scratch,
     sizes: tl.constexpr,
 ):
-    """Store the sizes.bins that hold the threshold, and where each split writes their tokens.
+    """Store the bins that hold the threshold, and where each split writes their tokens.
 
     Float32 sums within MARGIN of the goal decide nothing. Top-k has no such margin: its sums are integers.
     """
