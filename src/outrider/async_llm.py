@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,7 +140,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         on_end: Callable[[], None] | None = None,
         lora_request: LoRARequest | str | None = None,
-    ) -> AsyncIterator[Output]:
+    ) -> AsyncGenerator[Output, None]:
         """Yield the output as it grows; each item holds the whole text so far. Leaving the loop aborts the request.
 
         on_end: called on the event loop when the engine has ended the request, even if its last output is not read yet.
@@ -176,7 +176,7 @@ class AsyncLLM:
         *,
         sampling_params: SamplingParams | None = None,
         lora_request: LoRARequest | str | None = None,
-    ) -> AsyncIterator[Output]:
+    ) -> AsyncGenerator[Output, None]:
         """Answer a conversation as `generate` answers a prompt, with texts split as those of `LLM.chat`."""
         (given,) = as_params(either(params, sampling_params), 1)
         used, splitter = channel_splitter(given, self.llm.tokenizer)

@@ -99,7 +99,7 @@ class TrainRun:
         resumed = f", from step {self.loop.step} on" if self.loop.step else ""
         self.progress.stage(f"train {', '.join(self.draft_heads)}{resumed}")
         packs = ahead(self.packer, self.loop.step, self.target_info.torch_device)
-        with self.interrupts.deferred(), closing(packs):  # type: ignore[type-var]
+        with self.interrupts.deferred(), closing(packs):
             ended = self.loop.run(packs, self.held_out(), self.report, self.save, lambda: self.interrupts.asked)
         if not ended:
             if self.save_error:

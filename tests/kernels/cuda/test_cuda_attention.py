@@ -15,7 +15,7 @@ from outrider.kernels.cases import inputs
 from outrider.kernels.cases.attention import BUSH, CHAIN, DEEP, ROOTS
 from outrider.kernels.cases.case import STEPS, difference
 from outrider.kernels.cases.inputs import PAGE, Shape
-from outrider.kernels.cuda import layers, paged_attention
+from outrider.kernels.cuda import kv_copy, layers, paged_attention
 from outrider.kernels.cuda.device import DEVICE
 from outrider.kernels.cuda.paged_attention import Heads
 from outrider.kernels.reference.layers import gather, visible_slots
@@ -325,7 +325,7 @@ def test_kv_copies_are_ordered(dtype: torch.dtype) -> None:
     nowhere = torch.tensor([-1, 3, 6 * PAGE, 5], dtype=torch.int32)  # padding, among the steps
     sources = torch.cat([sources[:25], nowhere, sources[25:]])
     targets = torch.cat([targets[:25], nowhere.roll(1), targets[25:]])
-    paged_attention.copy_kv(ours, sources.to(DEVICE), targets.to(DEVICE))
+    kv_copy.copy_kv(ours, sources.to(DEVICE), targets.to(DEVICE))
     for found, expected in zip(ours, pages, strict=True):
         for ours_copied, copied in zip(found.tensors, expected.tensors, strict=True):
             assert torch.equal(ours_copied.cpu().view(torch.uint8), copied.view(torch.uint8))

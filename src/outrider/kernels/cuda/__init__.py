@@ -13,6 +13,7 @@ from .drafter_inputs import block_inputs as block_inputs
 from .drafter_inputs import draft_inputs as draft_inputs
 from .drafter_inputs import next_slots as next_slots
 from .drafter_inputs import next_tokens as next_tokens
+from .kv_copy import copy_kv as copy_kv
 from .layers import attend as attend
 from .layers import attention_layer as attention_layer
 from .layers import layer_stack as layer_stack
@@ -29,7 +30,6 @@ from .matmul import norm_linear as norm_linear
 from .matrices import matrix as matrix
 from .moe import moe as moe
 from .moe import moe_layer as moe_layer
-from .paged_attention import copy_kv as copy_kv
 from .pointwise import embed as embed
 from .pointwise import rms_norm as rms_norm
 from .pointwise import soft_cap as soft_cap

@@ -194,7 +194,7 @@ async def generate(
         outputs = context.llm.generate(
             engine_input.tokens, engine_input.params, on_end=on_end, lora_request=engine_input.adapter
         )
-        async with aclosing(outputs) as stream:  # type: ignore[type-var]
+        async with aclosing(outputs) as stream:
             async for output in stream:
                 count = sum(len(completion.token_ids) for completion in output.completions)
                 measured.tokens(count - known)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ...errors import UserError
@@ -59,10 +60,12 @@ class EngineInput:
 
 
 async def encode(tokenizer: Tokenizer, text: str | ChatPrompt, special: bool) -> list[int]:
-    call = tokenizer.encode if isinstance(text, str) else tokenizer.encode_chat
-    if len(text if isinstance(text, str) else text.text) < LONG_TEXT:
-        return call(text, special)  # type: ignore[arg-type]  # each takes its own kind
-    return await asyncio.to_thread(call, text, special)  # type: ignore[arg-type]
+    """Tokenize a text, in a thread of its own if it is long."""
+    if isinstance(text, str):
+        call, length = partial(tokenizer.encode, text, special), len(text)
+    else:
+        call, length = partial(tokenizer.encode_chat, text, special), len(text.text)
+    return call() if length < LONG_TEXT else await asyncio.to_thread(call)
 
 
 async def prediction_tokens(request: GenerationRequest, context: Context) -> list[int] | None:

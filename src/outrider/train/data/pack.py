@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -167,7 +167,7 @@ def best_fit(lengths: Sequence[int], capacity: int) -> tuple[Array, int]:
     return row_of, count
 
 
-def ahead(packer: Packer, first_step: int, device: torch.device) -> Iterator[Pack]:
+def ahead(packer: Packer, first_step: int, device: torch.device) -> Generator[Pack]:
     """Yield the packs from a step on, without end, on the host; a thread builds them in advance.
 
     device: where they will be copied; for a GPU they are in pinned memory.
