@@ -39,9 +39,9 @@ alignas(16) constexpr int8_t kTables[][16] = {{},
 // Scales of fp8 are stored times 2^8, see fp8_to_half in half.h.
 constexpr int kFp8Group = 32, kFp8Quants = kFp8Group * kLanes, kFp8Block = kFp8Quants + kLanes * 4;  // bytes
 
-// Quantization of the activations that meet a quantized matrix; rows that several matrices read follow the last of
-// these. high: 14 bits (12 at level amx) with a scale for every 32 inputs. fast: 8 bits, and the bits of `high` in those
-// groups of 32 inputs whose values are large.
+// Quantization of the activations that a quantized matrix multiplies. If several matrices read the same rows, the most
+// precise of theirs applies: the last in this list. high: 14 bits (12 at level amx) with a scale for every 32 inputs.
+// fast: 8 bits, and the bits of `high` in those groups of 32 inputs whose values are large.
 enum class Activations : int { none, fast, high };
 
 struct Matrix {

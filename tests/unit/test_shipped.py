@@ -129,7 +129,7 @@ def test_a_refusal_says_what_to_do(heads: Path, tiny_folder: Callable[..., Path]
         "--model tiny --prompts prompts.jsonl --out heads`; none for `tiny` ships with outrider" in said
         and "only" not in said
     )
-    assert "train" not in refusal(lambda: load("tiny", "peagle"))
+    assert "`outrider train peagle --model tiny " in refusal(lambda: load("tiny", "peagle"))
     assert "`draft_model` needs a model that drafts" in refusal(lambda: load(folder, "draft_model"))
     assert "has no modules" in refusal(lambda: load(folder, "mtp"))
 

@@ -56,7 +56,6 @@ METHODS = {  # published names of the kinds of heads
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")  # of a configuration
 LAYERED = (EagleShape, BlockShape)  # kinds of heads with decoder layers of their own
 COMMON = {field.name for field in fields(HeadShape)}  # described explicitly; the fields of one kind are listed by name
-TRAINED = ("eagle3", "dflash", "dspark", "medusa", "mtp", "draft_model")  # methods of `outrider train`
 
 
 @dataclass(frozen=True)
@@ -99,13 +98,9 @@ def choose_source(given: str, method: str, target: Target, lacking: str = "") ->
     found = shipped.find(target.source, method)
     if found is None:
         beginning = lacking or f"`{method}` needs a head: pass its folder as `model`"
-        raise UserError(f"{beginning}{_or_train(method, target.source)}; {_none_ships(method, target.source)}")
+        train = f"outrider train {method} --model {target.source or 'MODEL'} --prompts prompts.jsonl --out heads"
+        raise UserError(f"{beginning}, or train one with `{train}`; {_none_ships(method, target.source)}")
     return str(found)
-
-
-def _or_train(method: str, source: str) -> str:
-    command = f"outrider train {method} --model {source or 'MODEL'} --prompts prompts.jsonl --out heads"
-    return f", or train one with `{command}`" if method in TRAINED else ""
 
 
 def _none_ships(method: str, source: str) -> str:
