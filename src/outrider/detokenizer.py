@@ -43,10 +43,8 @@ class Detokenizer:
 
     def _advance(self) -> str | None:
         """Read the new tokens; at a complete stop string, cut the output and return the string."""
-        output = self.request.output
-        if (
-            not self.request.params.stop and not self.num_read and self.request.finish_reason is not None
-        ):  # all of it was deferred
+        output, is_finished = self.request.output, self.request.finish_reason is not None
+        if is_finished and not self.num_read and not self.request.params.stop:  # all of it was deferred
             self.text, self.num_read, self.closed = self.stream.whole(output), len(output), True
             return None
         while self.num_read < len(output):
@@ -56,7 +54,7 @@ class Detokenizer:
                 del output[self.num_read :]
                 del self.request.logprobs[self.num_read :]
                 return stop
-        if self.request.finish_reason is not None and not self.closed:
+        if is_finished and not self.closed:
             self.closed = True
             # The flushed replacement character of an incomplete one may complete a stop string.
             return self._append(self.stream.flush())

@@ -97,13 +97,8 @@ class InputProcessor:
         vocabulary: int,
         end_tokens: frozenset[int],
     ) -> None:
-        self.resolved, self.tokenizer, self.spec_manager, self.vocabulary = (
-            resolved,
-            tokenizer,
-            spec_manager,
-            vocabulary,
-        )
-        self.end_tokens = end_tokens
+        self.resolved, self.tokenizer, self.spec_manager = resolved, tokenizer, spec_manager
+        self.vocabulary, self.end_tokens = vocabulary, end_tokens
 
     @cached_property
     def compiler(self) -> Compiler:

@@ -136,7 +136,7 @@ async def completion_inputs(
         name = "prompt_logprobs" if request.prompt_logprobs is not None else "logprobs"
         check_prompt_logprobs(listed, len(tokens), (request.n or 1) * len(prompts), name)
         names = {"structured": requested_field(request)}
-        params = sampling_params(request, context, limit, extras, names)
+        params = sampling_params(request, limit, extras, names)
         echo = prompt_text(tokenizer, prompt, params) if request.echo else ""
         inputs.append(EngineInput(tokens, params, echo, names))
     return inputs
@@ -184,7 +184,7 @@ async def chat_input(
     if tools.keep_special:
         extras["skip_special_tokens"] = False  # the parser needs the special tokens that mark calls
     names = {"structured": requested_field(request), "max_tokens": name}
-    return prompt.text, EngineInput(tokens, sampling_params(request, context, limit, extras, names), names=names)
+    return prompt.text, EngineInput(tokens, sampling_params(request, limit, extras, names), names=names)
 
 
 # ---- both ----
@@ -203,8 +203,9 @@ def max_tokens(
 
 
 def sampling_params(
-    request: GenerationRequest, context: Context, limit: int, extras: Mapping[str, Any], names: Mapping[str, str]
+    request: GenerationRequest, limit: int, extras: Mapping[str, Any], names: Mapping[str, str]
 ) -> SamplingParams:
+    """Return the parameters of a request. extras: fields that replace its own; names: as in `EngineInput`."""
     values = ((name, getattr(request, name)) for name in SAMPLING_FIELDS if name not in extras)
     fields: dict[str, Any] = {name: value for name, value in values if value is not None}
     width = request.speculate_width if request.speculate_width is not None else request.num_speculative_tokens

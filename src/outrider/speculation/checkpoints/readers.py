@@ -470,7 +470,7 @@ def read_block(folder: Folder, kind: str) -> BlockShape:
         target_layers=None if block_value(folder, TARGET_LAYERS) is None else block_count(folder, TARGET_LAYERS),
         target_width=target_width,
         target_norm=False,
-        causal=causal_layers(folder, config, layers.layers),
+        causal=causal_layers(folder, layers.layers),
         anchored=speculators,
         block=block_count(folder, "block_size", "dspark_block_size"),
         mask=block_mask(folder),
@@ -550,7 +550,7 @@ def with_windows(folder: Folder) -> dict[str, Any]:
     return config
 
 
-def causal_layers(folder: Folder, config: dict[str, Any], count: int) -> tuple[bool, ...]:
+def causal_layers(folder: Folder, count: int) -> tuple[bool, ...]:
     """Return for each layer whether its attention is causal.
 
     A flag applies to all layers. Without one, sliding layers of the checkpoint are causal, except in assistants.
