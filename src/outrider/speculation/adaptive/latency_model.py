@@ -49,7 +49,9 @@ class LatencyCurve:
         return curve
 
     def seconds(self, count: int) -> float:
-        return self.table(count)[-1]
+        if len(self._table) <= count:
+            self.table(count)
+        return self._table[count]
 
     def table(self, last: int) -> list[float]:
         """Return the seconds of the counts from 0 to `last`; 0 if nothing was measured."""
@@ -128,7 +130,7 @@ class LatencyModel:
             self._recent.pop()
 
     def seconds(self, batch_size: int, drafted: int) -> float:
-        return self.table(batch_size, drafted)[-1]
+        return self._nearest(_round_up(batch_size)).seconds(batch_size + drafted)
 
     def table(self, batch_size: int, drafted: int) -> list[float]:
         """Return the seconds with 0 to `drafted` tokens."""
