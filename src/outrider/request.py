@@ -203,6 +203,6 @@ class RowResult:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     draft: Draft | None = None  # to follow `tokens`
-    dropped: bool = False  # the drafter failed on this request, which continues without it
+    dropped: bool = False  # the request continues without its drafter, which failed or does not pay
     decode_steps: Sequence[DecodeStep] = ()  # draft and tokens of each decode step, where several verified drafts
     passes: int = 1  # forward passes of the target; without drafts, each of several gave one token

@@ -130,7 +130,8 @@ class Runner:
     def gather(self, rows: list[Row]) -> Batch:
         """Return the tokens of all rows side by side, and the slots of their KV. Valid until the next call."""
         builder = collect(rows, self.page_size, self.pages.recurrent is not None)
-        shape, self._graph_shape = builder.shape, self._captured_shape(builder.shape, rows)
+        shape = builder.shape
+        self._graph_shape = self._captured_shape(shape, rows)
         if self._graph_shape is None and self.graphs.frozen:
             return builder.upload(self.device)[0]  # shapes of long prompts rarely come again
         shape = self._graph_shape or shape
