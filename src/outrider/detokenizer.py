@@ -151,9 +151,7 @@ class ParentRequest:
         decoding = seconds - first
         later = tokens - len(requests)
         admitted = [request.admitted for request in requests if request.admitted is not None]
-        spec_stats = SpecStats()
-        for request in requests:
-            spec_stats.add(request.spec_stats)
+        spec_stats = SpecStats.total(request.spec_stats for request in requests)
         return Stats(
             steps=spec_stats.steps,
             seconds=seconds,

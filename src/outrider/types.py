@@ -427,6 +427,14 @@ class SpecStats:
             stats.drafted += sum(origin >> bit & 1 for origin in draft.origins)
             stats.accepted += sum(draft.origins[index] >> bit & 1 for index in path)
 
+    @classmethod
+    def total(cls, parts: Iterable[SpecStats]) -> SpecStats:
+        """Return the sum of these counters."""
+        total = cls()
+        for part in parts:
+            total.add(part)
+        return total
+
     def add(self, other: SpecStats) -> None:
         self.steps += other.steps
         self.drafted += other.drafted

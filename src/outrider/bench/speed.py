@@ -148,9 +148,7 @@ def report(llm: LLM, config: SpeedConfig, samples: Samples, first: float) -> dic
 
 def speculation_report(llm: LLM, batch: int, samples: Samples) -> dict[str, Any]:
     plain, drafted = samples.plain[batch], samples.drafted[batch]
-    spec_stats = SpecStats()
-    for run in drafted:
-        spec_stats.add(run.spec_stats)
+    spec_stats = SpecStats.total(run.spec_stats for run in drafted)
     return {
         "method": llm.engine.spec_manager.plan.method,
         "batch": batch,
@@ -204,9 +202,7 @@ def decode(llm: LLM, batch: int, config: SpeedConfig, rng: random.Random, specul
     seconds, busy, tokens = time.perf_counter() - begin, busy_seconds(llm) - busy, written(requests) - before
     for name in names:
         engine.abort(name)
-    spec_stats = SpecStats()
-    for request in requests:
-        spec_stats.add(request.spec_stats)
+    spec_stats = SpecStats.total(request.spec_stats for request in requests)
     tokens_each = tokens / batch
     return Decoded(seconds / tokens_each, (seconds - busy) / tokens_each, spec_stats)
 

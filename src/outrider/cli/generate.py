@@ -178,9 +178,7 @@ def print_speculation(outputs: list[Output]) -> None:
     """Print the speculation stats of all outputs together; nothing after plain decoding."""
     all_stats = [output.stats for output in outputs if output.stats is not None]
     methods = sorted({stats.method for stats in all_stats if stats.method})
-    spec_stats = SpecStats()
-    for stats in all_stats:
-        spec_stats.add(stats.speculation)
+    spec_stats = SpecStats.total(stats.speculation for stats in all_stats)
     if methods:
         console.note(speculation_summary(", ".join(methods), spec_stats))
         if reason := suspension_note(spec_stats):

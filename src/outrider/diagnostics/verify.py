@@ -11,15 +11,16 @@ import contextlib
 import gc
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..catalog import shipped
 from ..errors import UserError
 from ..input_processor import Prompt
 from ..llm import LLM
-from ..speculation import available, drafts_from, find, members
+from ..speculation import available, drafts_from, find
 from ..speculation.config import parse, read, with_settings, without_setting
+from ..speculation.registry import has_model
 from ..types import Progress, SamplingParams, SpecStats, unwatched
 from . import distribution
 from .distribution import FALSE_ALARM, POWER, Comparison
@@ -100,7 +101,7 @@ def measure(
     """Run every check; `note` receives one line for each result, `progress` the share of the work that is done."""
     drafters, skipped = choose(config.drafters, model)
     if config.quick:  # the first method takes the tests of the distribution: lookups are the fastest, draft models last
-        drafters.sort(key=lambda drafter: (has_model(drafter), read(drafter)[0] == "draft_model"))
+        drafters.sort(key=lambda drafter: (has_model(read(drafter)[0]), read(drafter)[0] == "draft_model"))
     work = Work(progress)
     work.begin("plain decoding")
 
@@ -167,7 +168,7 @@ def choose(requested: Sequence[str], model: str) -> tuple[list[str], dict[str, s
 def missing_head(method: str, model: str) -> str:
     """Return why a method cannot run for a model without further settings; empty if it can."""
     module = find(method)
-    if all(field.name != "model" for field in fields(module.Options)) or shipped.find(model, method) is not None:
+    if not has_model(method) or shipped.find(model, method) is not None:
         return ""
     has_own = getattr(module, "has_own", None)  # whether the target's own checkpoint contains a head
     with contextlib.suppress(UserError):  # raised for a model without a checkpoint, which contains no head
@@ -180,18 +181,13 @@ def expected_modes(drafters: Sequence[str], config: VerifyConfig) -> list[str]:
     """Return the verification modes of all checks of methods, as far as the names of the methods tell."""
     modes: list[str] = []
     for drafter in drafters:
-        settings = read(drafter)[1]
+        method, settings = read(drafter)
         if "verify" in settings:
             modes.append(parse(drafter).verification)
             continue
-        has_block = has_model(drafter) and "branches" not in settings
+        has_block = has_model(method) and "branches" not in settings
         modes += ["exact", *sampled_modes(has_block, modes if config.quick else ())]
     return modes
-
-
-def has_model(drafter: str) -> bool:
-    """Return whether a method drafts with a model, a head or modules of the target."""
-    return any(field.name == "model" for member in members(read(drafter)[0]) for field in fields(find(member).Options))
 
 
 def sampled_modes(has_block: bool, checked: Collection[str]) -> list[str]:

@@ -240,9 +240,7 @@ class Metrics:
 
     def _speculation(self) -> Iterable[Metric]:
         method_stats = self._stats_by_method()
-        total = SpecStats()
-        for spec_stats in method_stats.values():
-            total.add(spec_stats)
+        total = SpecStats.total(method_stats.values())
         drafts = self._rising("drafts", total.num_drafts)
         drafted, accepted = self._rising("drafted", total.drafted), self._rising("accepted", total.accepted)
         yield self._counter("vllm:spec_decode_num_drafts", "Drafts that were verified", drafts)

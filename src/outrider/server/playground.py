@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from starlette.staticfiles import StaticFiles
 
 from ..speculation import available, drafts_from, find
 from ..speculation.manager import SpeculationManager
+from ..speculation.registry import has_model
 from .context import context_of
 
 FOLDER = Path(__file__).parent / "page"
@@ -113,7 +113,8 @@ def drafting_methods(spec_manager: SpeculationManager) -> list[Mapping[str, Any]
     # A copy, because the engine's thread may open further methods meanwhile.
     opened = dict(spec_manager.methods)
     names = [default] if default else []
-    names += [name for name in [*opened, *filter(needs_no_model, available())] if not drafts_from(name)]
+    from_text = [name for name in available() if not has_model(name)]
+    names += [name for name in [*opened, *from_text] if not drafts_from(name)]
     listed: list[Mapping[str, Any]] = []
     for name in dict.fromkeys(names):
         if name in opened:
@@ -122,8 +123,3 @@ def drafting_methods(spec_manager: SpeculationManager) -> list[Mapping[str, Any]
         else:
             listed.append({"name": name, "width": find(name).Options().width, "trees": False})
     return listed
-
-
-def needs_no_model(name: str) -> bool:
-    """Return whether a method drafts from the text alone."""
-    return all(field.name != "model" for field in fields(find(name).Options))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cached_property
 
 from ..catalog import shipped
@@ -12,7 +12,7 @@ from .adaptive import AdaptiveController
 from .config import SpeculationPlan, read_options
 from .interface import MethodOptions, Proposer, Target
 from .options import hint
-from .registry import available, build, drafts_from, find, members
+from .registry import available, build, drafts_from, has_model, members
 
 
 class DrafterPool:
@@ -61,7 +61,7 @@ class DrafterPool:
             if member not in available():
                 near, known = hint(member.lower(), available(), {}), ", ".join(available())
                 raise UserError(f"`speculate` is wrong: no method called `{member}`{near}, expected one of {known}")
-            if any(field.name == "model" for field in fields(find(member).Options)):
+            if has_model(member):
                 need, model = (
                     ("has a head that ships", "") if member in self._shipped else ("needs a model", ":model=...")
                 )

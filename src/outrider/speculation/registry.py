@@ -7,6 +7,7 @@ import inspect
 import pkgutil
 import re
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import cast
@@ -78,6 +79,11 @@ def _import_user_method(name: str) -> ModuleType:
 def members(name: str) -> list[str]:
     """Return the methods that `a+b` combines, or the single one that is named."""
     return name.split("+")
+
+
+def has_model(name: str) -> bool:
+    """Return whether a method, or one that `a+b` combines, drafts with a model, a head or modules of the target."""
+    return any(field.name == "model" for member in members(name) for field in fields(find(member).Options))
 
 
 def drafts_from(name: str) -> str:

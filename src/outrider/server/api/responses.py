@@ -254,13 +254,10 @@ def prediction_tokens(method: str, spec_stats: SpecStats) -> tuple[int, int]:
 
 def speculation_metrics(outputs: Iterable[Output]) -> ResponseMetrics | UnsetType:
     """Return the speculation statistics of finished outputs; UNSET if no method drafted for them."""
-    spec_stats, methods = SpecStats(), []
-    for output in outputs:
-        if output.stats is not None and output.stats.method:
-            spec_stats.add(output.stats.speculation)
-            methods.append(output.stats.method)
-    if not methods:
+    drafted = [output.stats for output in outputs if output.stats is not None and output.stats.method]
+    if not drafted:
         return UNSET
+    spec_stats = SpecStats.total(stats.speculation for stats in drafted)
     steps = spec_stats.num_drafts
     at_least = [steps, *spec_stats.accepted_per_depth, 0]  # [j]: steps that accepted j draft tokens or more
     return ResponseMetrics(
@@ -272,7 +269,7 @@ def speculation_metrics(outputs: Iterable[Output]) -> ResponseMetrics | UnsetTyp
             num_accepted_draft_tokens=spec_stats.accepted,
             num_draft_tokens=spec_stats.drafted,
             num_spec_tokens=len(spec_stats.accepted_per_depth),
-            method="+".join(dict.fromkeys(methods)),
+            method="+".join(dict.fromkeys(stats.method for stats in drafted)),
             tokens_per_step=spec_stats.tokens_per_step,
             num_suspended_steps=spec_stats.suspended,
             suspension=spec_stats.suspension.as_json() if spec_stats.suspension else None,
