@@ -95,14 +95,16 @@ def prompts_of(request: CompletionRequest) -> list[str] | list[list[int]]:
     prompt = request.prompt
     if isinstance(prompt, str):
         return [prompt]
-    if all(isinstance(item, int) for item in prompt):
-        return [prompt]  # type: ignore[return-value]  # checked above
-    kinds = {type(item) for item in prompt}
-    if kinds not in ({str}, {list}):
+    tokens = [item for item in prompt if isinstance(item, int)]
+    if len(tokens) == len(prompt):
+        return [tokens]
+    texts = [item for item in prompt if isinstance(item, str)]
+    lists = [item for item in prompt if isinstance(item, list)]
+    if len(prompt) not in (len(texts), len(lists)):
         raise ApiError(400, "`prompt` mixes texts and token ids: use only one of them", param="prompt")
     if len(prompt) > MAX_PROMPTS:
         raise ApiError(400, f"`prompt` has {len(prompt)} prompts: send at most {MAX_PROMPTS}", param="prompt")
-    return prompt  # type: ignore[return-value]  # checked above
+    return texts or lists
 
 
 def check_completion(request: CompletionRequest) -> None:
