@@ -41,7 +41,7 @@ class SpeculationPlan:
     options: MethodOptions | None = None  # of the method itself
     verification: Mode = "exact"
     sampled: bool = False  # drafts are sampled at the request's temperature; else they are argmax tokens
-    drawn: bool = False  # the user passed `draft=probabilistic`
+    probabilistic: bool = False  # the user passed `draft=probabilistic`
     replacement: bool = False  # siblings of a sampled tree are sampled independently
     rates: tuple[float, ...] = ()  # synthetic: acceptance rate by depth, given that the tokens before it are accepted
     adaptive: bool = True  # shorten drafts that do not pay
@@ -158,7 +158,7 @@ def plan(method: str, settings: Mapping[str, Setting]) -> SpeculationPlan:
         verification=common.verify,
         # Tokens sampled with the target's noise are accepted more often; at temperature 0 they are the argmax.
         sampled=common.draft == "probabilistic" or (common.draft is None and common.verify == "exact"),
-        drawn=common.draft == "probabilistic",
+        probabilistic=common.draft == "probabilistic",
         replacement=common.replacement,
         rates=rates,
         max_context=common.max_context,

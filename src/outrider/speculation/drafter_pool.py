@@ -89,7 +89,7 @@ class DrafterPool:
         if needs.trees and block:
             raise UserError(f"`{name}` drafts trees, but `verify=block` verifies only chains: use `verify=rejection`")
         # `draft=probabilistic` applies to the engine's method; a request may name another one beside it.
-        if not needs.has_probs and (block or (self.plan.drawn and name == self.plan.method)):
+        if not needs.has_probs and (block or (self.plan.probabilistic and name == self.plan.method)):
             option = "verify=block" if block else "draft=probabilistic"
             raise UserError(
                 f"`{name}` copies its drafts and has no distribution to sample them from: leave out `{option}`"
