@@ -24,6 +24,7 @@ from .types import Output, SamplingParams
 
 Result = TypeVar("Result")
 Item = Output | BaseException
+CLOSED = "the engine is closed: start a new one"
 
 log = logging.getLogger(__name__)
 
@@ -226,7 +227,7 @@ class AsyncLLM:
         """Stop after the current step; wait for it for at most `timeout` seconds."""
         self._closing = True
         notify(self._wakeup)
-        self._compiling.shutdown(wait=False, cancel_futures=True)
+        self._compiling.shutdown(wait=False)  # calls that wait there raise at once
         self._thread.join(timeout)
 
     async def __aenter__(self) -> Self:
@@ -241,13 +242,23 @@ class AsyncLLM:
         """Compile the grammar of a request, off the engine's thread so that other requests do not wait for it."""
         if params.structured is None:
             return None
-        compiler, loop = self.engine.compiler, asyncio.get_running_loop()
-        grammar = compiler.find(params.structured)
-        if grammar is None:
-            # If the client goes, cancelling this future ends the work of the process that checks grammars.
-            size = await asyncio.wrap_future(compiler.check(params.structured))
-            grammar = await loop.run_in_executor(self._compiling, compiler.compile_checked, params.structured, size)
-        return grammar
+        compiler, structured = self.engine.compiler, params.structured
+        grammar = compiler.find(structured)
+        if grammar is not None:
+            return grammar
+        # If the client goes, cancelling this future ends the work of the process that checks grammars.
+        size = await asyncio.wrap_future(compiler.check(structured))
+
+        def compile_checked() -> Grammar:
+            if self._closing:
+                raise EngineStoppedError(CLOSED)
+            return compiler.compile_checked(structured, size)
+
+        try:
+            compiling = self._compiling.submit(compile_checked)
+        except RuntimeError:  # `close` has shut it down
+            raise EngineStoppedError(CLOSED) from None
+        return await asyncio.wrap_future(compiling)
 
     async def _call(self, call: Callable[[], Result]) -> Result:
         """Run `call` on the engine's thread, between two steps, and return its result."""
@@ -280,8 +291,8 @@ class AsyncLLM:
 
     def _stop(self) -> None:
         """Fail everything that waits for the engine."""
-        reason = "the engine is closed" if self._failure is None else f"the engine died ({self._failure!r})"
-        self._stopped = stopped = EngineStoppedError(f"{reason}: start a new one")
+        reason = CLOSED if self._failure is None else f"the engine died ({self._failure!r}): start a new one"
+        self._stopped = stopped = EngineStoppedError(reason)
         self._shared.call(lambda: self._release(stopped))
 
     def _release(self, stopped: EngineStoppedError) -> None:

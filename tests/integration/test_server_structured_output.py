@@ -16,6 +16,7 @@ from starlette.testclient import TestClient
 
 import endless_grammar
 from outrider import AsyncLLM, Output, SamplingParams, UserError
+from outrider.async_llm import EngineStoppedError
 from outrider.server.app import build_app
 from outrider.server.options import ServerOptions
 from outrider.types import StructuredOutput
@@ -61,6 +62,30 @@ def test_other_requests_run_while_a_grammar_is_compiled(llm, monkeypatch) -> Non
     shaped, other = asyncio.run(both())
     assert shaped.completions[0].text in ("yes", "no") and len(other.completions[0].token_ids) == 100
     assert len(threads) == 1 and threads[0].startswith("outrider-grammars")  # and `add` did not compile it again
+
+
+def test_a_request_with_a_grammar_gets_the_reason_when_the_engine_closes(llm, monkeypatch) -> None:
+    """While its grammar is compiled, while it waits for that, and later."""
+    compile_now, begun, gate = llm.engine.compiler.compile_uncached, threading.Event(), threading.Event()
+
+    def slow(structured):
+        begun.set()
+        assert gate.wait(TIMEOUT)
+        return compile_now(structured)
+
+    monkeypatch.setattr(llm.engine.compiler, "compile_uncached", slow)
+    params = [SamplingParams(structured=StructuredOutput("choice", [text])) for text in "abc"]
+
+    async def close_meanwhile() -> list[Any]:
+        tasks = [asyncio.create_task(last(llm.generate([5, 6], each))) for each in params[:2]]
+        assert await asyncio.to_thread(begun.wait, TIMEOUT)
+        await asyncio.to_thread(wait_until, lambda: llm._compiling._work_queue.qsize() == 1)
+        llm.close()
+        gate.set()
+        return await asyncio.gather(*tasks, last(llm.generate([5, 6], params[2])), return_exceptions=True)
+
+    heard = asyncio.run(close_meanwhile())
+    assert all(isinstance(each, EngineStoppedError) and "closed" in str(each) for each in heard), heard
 
 
 def test_a_compiled_grammar_survives_eviction_until_its_request_runs(llm, monkeypatch) -> None:
