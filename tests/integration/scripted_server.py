@@ -148,7 +148,7 @@ def drafted_words(text: str) -> Script:
 
 def script(body: dict[str, Any], repeats: int) -> Iterator[tuple[list[str], list[int] | None, list[str], int]]:
     """Yield the steps of an answer; plain decoding has one word in each."""
-    plain = body.get("speculate") is False
+    plain = body.get("speculate") is False or body["messages"][-1]["content"] == "draft nothing"
     disagrees = plain and body["messages"][-1]["content"] == "disagree"
     for repeat in range(repeats):
         for drafted, parents, words, kept in SCRIPT:

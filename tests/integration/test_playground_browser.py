@@ -112,6 +112,15 @@ def test_the_race_compares_both_modes(server: ScriptedServer, visit: Opener) -> 
     expect(page.locator(".clock.finished")).to_have_count(2)
 
 
+def test_a_race_without_drafts_claims_no_speedup(server: ScriptedServer, visit: Opener) -> None:
+    page = ready(visit(server.app))
+    page.click("#show-race")
+    ask(page, "draft nothing")
+    expect(page.locator("#verdict[data-state=done]")).to_contain_text("Nothing was drafted")
+    expect(page.locator("#verdict")).not_to_contain_text("times as fast")
+    expect(page.locator("#ratio")).to_be_hidden()
+
+
 def test_the_race_begins_with_an_edit_as_prompt(server: ScriptedServer, visit: Opener) -> None:
     page = ready(visit(server.app))
     page.click("#show-race")

