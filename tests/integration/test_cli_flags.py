@@ -12,7 +12,7 @@ import pytest
 
 from outrider.cli import options
 from outrider.cli.options import DraftFlags, SamplingFlags, unfold
-from outrider.cli.vllm_flags import VLLM_FLAGS
+from outrider.cli.peer_flags import LLAMA_CPP_FLAGS, OLLAMA_COMMANDS, VLLM_FLAGS
 from outrider.config import EngineConfig
 from outrider.speculation import available
 from outrider.train.methods import TRAINABLE
@@ -115,6 +115,35 @@ def test_vllms_flags_work_or_get_the_answer_of_the_docs(outrider: Any, flag: str
         found = outrider(*command, f"{flag}=1")
         assert found.exit_code == 2
         assert VLLM_FLAGS[flag] in found.stderr and f"No such option: {flag}: " in found.stderr
+
+
+def llama_cpp_flags() -> list[str]:
+    """Return llama.cpp's flags of the first table of flags in docs/from-llama-cpp.md, without those of speculation."""
+    page = (Path(__file__).parents[2] / "docs" / "from-llama-cpp.md").read_text()
+    table = page.split("## Flags")[1].split("## Speculation")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `-")]
+    return sorted({flag for row in rows for flag in re.findall(r"--[a-z-]+", row)})
+
+
+@pytest.mark.parametrize("flag", llama_cpp_flags())
+def test_llama_cpps_flags_work_or_get_the_answer_of_the_docs(outrider: Any, flag: str) -> None:
+    known = [flag in re.findall(r"--[a-z-]+", outrider(name, "--help").stdout) for name in ("generate", "serve")]
+    assert any(known) or flag in LLAMA_CPP_FLAGS
+    if not known[0] and flag in LLAMA_CPP_FLAGS:
+        found = outrider("generate", "hello", f"{flag}=1")
+        assert found.exit_code == 2 and LLAMA_CPP_FLAGS[flag] in found.stderr
+
+
+@pytest.mark.parametrize("command", OLLAMA_COMMANDS)
+def test_ollamas_commands_get_an_answer(outrider: Any, command: str) -> None:
+    found = outrider(command, "tiny")
+    assert found.exit_code == 2 and OLLAMA_COMMANDS[command] in found.stderr
+
+
+def test_short_flags_get_an_answer_and_h_is_help(outrider: Any) -> None:
+    assert "use `--max-context N`" in outrider("serve", "-c", "2048").stderr
+    assert "`--backend cuda`" in outrider("serve", "-ngl", "99").stderr
+    assert outrider("-h").exit_code == outrider("bench", "speed", "-h").exit_code == 0
 
 
 def test_help_lists_methods_and_whole_summaries(outrider: Any) -> None:

@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 from .. import __version__
 from ..errors import UserError
 from ..types import Progress, unwatched
-from .vllm_flags import VLLM_FLAGS
+from .peer_flags import explain
 
 if TYPE_CHECKING:
     from rich.progress import ProgressColumn
@@ -52,9 +52,7 @@ class CommandGroup(SummaryGroup):
             typer.echo(f"error: cannot write the output: {error.strerror}", err=True)
             raise typer.Exit(1) from None
         except Exception as error:
-            flag = str(getattr(error, "option_name", ""))  # of Click's NoSuchOption, which Typer does not export
-            if flag in VLLM_FLAGS:
-                vars(error).update(message=f"No such option: {flag}: {VLLM_FLAGS[flag]}", possibilities=[])
+            explain(error)
             raise
 
 

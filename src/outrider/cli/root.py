@@ -52,6 +52,7 @@ def build(names: Sequence[str] = COMMANDS) -> typer.Typer:
         add_completion=False,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
         epilog=f"Drafting methods of --speculate: {METHOD_NAMES}, several as a+b, or a module of your own.",
     )
     app.callback()(root)
