@@ -19,10 +19,10 @@ constexpr int kLowBits = 6;
 struct QuantizedRows {
   const int8_t *high, *low;  // [T][K]; on tiles high is [T/16][K/32][16][high 32, low 32]
                              // on panels, see panels.h, high points to Inputs and the rest is not set
-  const int32_t* sums;       // [T][K/16] sum of (high << kLowBits) + low over each 16 inputs
+  const int32_t* sums;       // [T][K/16] sum of (high << kLowBits) + low over each 16 inputs, times -128
   const float* scale;        // [T][K/32]; on tiles [T/16][K/32][16]
   const uint8_t* has_low;    // [T][K/32] whether a low part is not 0
-  const float* totals;       // on tiles only: [T/16][K/32][16], sums over 32 inputs times their scale
+  const float* totals;       // as scale: sums over 32 inputs times their scale
 };
 
 // Input of linear_tiles: x always, `quantized` if any matrix is q4 or q8.

@@ -163,13 +163,14 @@ QuantizedRows prepare_panels(const float* x, int tokens, int width, Activations 
 QuantizedRows prepare_rows(const float* x, int tokens, int width, Activations activations, int scratch_slot,
                            bool alone) {
   const int sixteens = width / 16, groups = width / 32;
-  const size_t plane = size_t(tokens) * width, numbers = size_t(tokens) * (sixteens + groups);
+  const size_t plane = size_t(tokens) * width, numbers = size_t(tokens) * (sixteens + 2 * groups);
   auto* high = static_cast<int8_t*>(
       scratch(scratch_slot, 2 * plane + numbers * sizeof(float) + size_t(tokens) * groups));
   int8_t* low = high + plane;
   auto* sums = reinterpret_cast<int32_t*>(low + plane);
   auto* scales = reinterpret_cast<float*>(sums + size_t(tokens) * sixteens);
-  auto* has_low = reinterpret_cast<uint8_t*>(scales + size_t(tokens) * groups);
+  float* totals = scales + size_t(tokens) * groups;
+  auto* has_low = reinterpret_cast<uint8_t*>(totals + size_t(tokens) * groups);
   over_runs(tokens, tokens, alone, [&](int first, int last) {
     for (int t = first; t < last; ++t) {
       const float* row = x + size_t(t) * width;
@@ -177,17 +178,21 @@ QuantizedRows prepare_rows(const float* x, int tokens, int width, Activations ac
       const float limit = find_maxima(row, width, activations, [&](int g) -> float& { return scale[g]; });
       for (int g = 0; g < groups; ++g) {
         const size_t at = size_t(t) * width + 32 * g;
+        int32_t total = 0;
         const auto store = [&](int k, const i32x16& coarse, const i32x16& fine, const i32x16& both) OUTRIDER_LAMBDA {
           store_narrow(high + at + k, coarse);
           store_narrow(low + at + k, fine);
-          sums[(at + k) / 16] = sum(both);
+          const int32_t all = sum(both);
+          sums[(at + k) / 16] = -128 * all;
+          total += all;
         };
         has_low[size_t(t) * groups + g] = scale[g] > limit;
         scale[g] = quantize(row + 32 * g, scale[g], scale[g] > limit, store);
+        totals[at / 32] = scale[g] * float(total);
       }
     }
   });
-  return {high, low, sums, scales, has_low, nullptr};
+  return {high, low, sums, scales, has_low, totals};
 }
 
 #endif
@@ -257,7 +262,7 @@ void quantized_tiles(const Matrix& matrix, const Rows& rows, int first, int last
     for (int row = 0; row < rows.tokens; row += kManyRows) {
       const int count = rows.tokens - row < kManyRows ? rows.tokens - row : kManyRows;
       memset(sums, 0, sizeof(sums[0]) * count);
-      add_rows<S>(block, rows.width / S::group, matrix.zero, {&rows.quantized, row, count, rows.width, sums});
+      add_rows<S>(block, rows.width / S::group, {&rows.quantized, row, count, rows.width, sums});
       store_rows(matrix, tile, row, count, sums, out, stride);
     }
   }

@@ -17,9 +17,7 @@ struct Shape {
   static constexpr bool small = kind == Kind::q4 || table == Table::mxfp4;  // weights of at most 15
   static constexpr int quant_bytes = nibbles ? group * 8 : group * 16;
   static constexpr int block_bytes = quant_bytes + (has_min ? 64 : 32);
-  static constexpr int offset = kind == Kind::q8 && kUnsignedBytes ? 128 : 0;
-  static constexpr bool centred =
-      offset == 0 && (kind == Kind::q8 || has_min);  // no zero point to subtract (q4_0 has one)
+  static constexpr int excess = kind == Kind::q8 ? (kUnsignedBytes ? 128 : 0) : has_min ? 0 : 8;  // of stored weights
 };
 
 // Load the weights of one block for the outputs of register `part`: one register per quad of inputs.
@@ -35,6 +33,15 @@ OUTRIDER_INLINE void load_quads(const uint8_t* block, int part, i8* w) {
   } else {
     unroll<S::group / 4>([&](auto j) OUTRIDER_LAMBDA { w[j] = load_weights(block + 64 * j); });
   }
+}
+
+// Return what the excess of the weights adds to the products of a group, negated; sums: of its inputs, see QuantizedRows.
+template <class S>
+OUTRIDER_INLINE i32 correction(const int32_t* sums) {
+  if constexpr (S::excess == 0) return i32{};
+  i32 sum = sums[0] - i32{};
+  if constexpr (S::group == 32) sum += sums[1] - i32{};
+  return S::excess == 128 ? sum : sum >> 4;
 }
 
 // Load the scales of register `part`, or the minima or zero points from register kParts on.
@@ -86,25 +93,23 @@ struct Span {
 };
 
 template <class S, int rows, int... index>
-OUTRIDER_INLINE void add_groups(const uint8_t* block, int groups, int zero, const Span& span, int row,
+OUTRIDER_INLINE void add_groups(const uint8_t* block, int groups, const Span& span, int row,
                                 std::integer_sequence<int, index...>) {
   const QuantizedRows& x = *span.x;
-  const int per_row = span.width / 16, scales_per_row = span.width / 32;
+  const int per_row = span.width / 16, groups_per_row = span.width / 32;
   const size_t from = size_t(span.first + row) * span.width;
   const int8_t* const high[] = {x.high + from + size_t(index) * span.width...};
   const int8_t* const low[] = {x.low + from + size_t(index) * span.width...};
-  const int32_t* totals = x.sums + from / 16;
+  const int32_t* sums = x.sums + from / 16;
   f32x16 acc[] = {load(span.sums[row + index])...};
-  for (int g = 0, at = 0; g < groups; ++g, at += S::group, totals += S::group / 16, block += S::block_bytes) {
+  for (int g = 0, at = 0; g < groups; ++g, at += S::group, sums += S::group / 16, block += S::block_bytes) {
     ask_ahead<S::block_bytes>(block);
-    const int32_t total[] = {totals[index * per_row] + (S::group == 32 ? totals[index * per_row + 1] : 0)...};
-    const float* scales = x.scale + from / 32 + at / 32;
-    const uint8_t* has_low = x.has_low + from / 32 + at / 32;
-    const float scale[] = {scales[index * scales_per_row]...};
+    const size_t group = (from + at) / 32;
+    const float *scales = x.scale + group, *totals = x.totals + group;
+    const uint8_t* has_low = x.has_low + group;
     const auto add = [&](auto with_low) OUTRIDER_LAMBDA {
-      constexpr int shift = with_low ? 0 : kLowBits;  // without low parts: the sums of the high parts alone
       constexpr int parts = rows == 1 && kParts > 1 ? 2 : 1;
-      const int32_t start[] = {S::centred ? 0 : -(zero + S::offset) * (total[index] >> shift)...};
+      const i32 start[] = {correction<S>(sums + index * per_row)...};
       unroll<kParts / parts>([&](auto step) OUTRIDER_LAMBDA {
         i8 w[parts][S::group / 4];
         i32 products[rows][parts];
@@ -113,14 +118,15 @@ OUTRIDER_INLINE void add_groups(const uint8_t* block, int groups, int zero, cons
         unroll<rows * parts>([&](auto i) OUTRIDER_LAMBDA {
           constexpr int r = i / parts, part = step * parts + i % parts;
           f32& sum = acc[r].part[part];
-          const f32 product = __builtin_convertvector(products[r][i % parts], f32) * (scale[r] * (1 << shift) - f32{});
+          // One number for all outputs comes from memory: an instruction that multiplies reads and repeats it as well.
+          const f32 product = __builtin_convertvector(products[r][i % parts], f32) * (scales[r * groups_per_row] - f32{});
           sum = fma(load_scale<S>(block, part), product, sum);
           if constexpr (S::has_min)
-            sum = fma(load_minimum<S>(block, part), scale[r] * float(total[r]) - f32{}, sum);
+            sum = fma(load_minimum<S>(block, part), totals[r * groups_per_row] - f32{}, sum);
         });
       });
     };
-    if ((has_low[index * scales_per_row] | ...))
+    if ((has_low[index * groups_per_row] | ...))
       add(std::true_type{});
     else
       add(std::false_type{});
@@ -129,23 +135,23 @@ OUTRIDER_INLINE void add_groups(const uint8_t* block, int groups, int zero, cons
 }
 
 template <class S, int rows>
-__attribute__((noinline)) void add_groups(const uint8_t* block, int groups, int zero, const Span& span, int row) {
-  add_groups<S, rows>(block, groups, zero, span, row, std::make_integer_sequence<int, rows>{});
+__attribute__((noinline)) void add_groups(const uint8_t* block, int groups, const Span& span, int row) {
+  add_groups<S, rows>(block, groups, span, row, std::make_integer_sequence<int, rows>{});
 }
 
 // Add all rows of the span, as many at a time as the registers hold.
 template <class S, int... index>
-void add_rows(const uint8_t* block, int groups, int zero, const Span& span, std::integer_sequence<int, index...>) {
-  using Add = void (*)(const uint8_t* block, int groups, int zero, const Span& span, int row);
+void add_rows(const uint8_t* block, int groups, const Span& span, std::integer_sequence<int, index...>) {
+  using Add = void (*)(const uint8_t* block, int groups, const Span& span, int row);
   constexpr Add by_count[] = {add_groups<S, index + 1>...};
   for (int row = 0; row < span.count; row += kRowBlock) {
     const int count = span.count - row < kRowBlock ? span.count - row : kRowBlock;
-    by_count[count - 1](block, groups, zero, span, row);
+    by_count[count - 1](block, groups, span, row);
   }
 }
 template <class S>
-void add_rows(const uint8_t* block, int groups, int zero, const Span& span) {
-  add_rows<S>(block, groups, zero, span, std::make_integer_sequence<int, kRowBlock>{});
+void add_rows(const uint8_t* block, int groups, const Span& span) {
+  add_rows<S>(block, groups, span, std::make_integer_sequence<int, kRowBlock>{});
 }
 
 // Store the sums of one tile, [count][16].
