@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+import tiny_heads
 from laws import oracle
 from laws.mix import BASE, MIX, PROMPT, check, interrupted, plain, visible, with_options
 from outrider import LLM, Output, SamplingParams
@@ -119,6 +121,15 @@ def test_few_slots_change_no_bit(tiny_llm, monkeypatch: pytest.MonkeyPatch, snap
         assert list(map(visible, outputs)) == list(map(visible, expected))
         llm.engine.scheduler.check()
     assert any(map(cached, outputs)) and len(llm.engine.scheduler.cache.snapshot_slots) <= 7 + snapshots
+
+
+@pytest.mark.parametrize("name", ["eagle3", "draft_model"])
+def test_adaptive_multi_step_runs_change_no_bit(tiny_llm, tmp_path: Path, name: str) -> None:
+    """Their latency is measured at start-up by runs over the same state."""
+    options = tiny_heads.make(name, tmp_path)
+    expected = bits(tiny_llm("qwen3-next").generate(PROMPT, SAMPLED)[0])
+    llm = tiny_llm("qwen3-next", speculate=with_options(name, **options), decode_steps=4)
+    assert bits(llm.generate(PROMPT, SAMPLED)[0]) == expected
 
 
 def test_preempted_requests_continue_from_a_snapshot(tiny_llm) -> None:
