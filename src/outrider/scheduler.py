@@ -543,11 +543,11 @@ class Scheduler:
         request = row.request
         request.prompt_logprobs += result.prompt_logprobs
         self._advance_state(request)
+        spec_stats, steps = request.spec_stats, request.spec_stats.steps
         ending = request.append(row.draft, result)
         request.draft = result.draft
-        reason = request.spec_stats.suspension
-        if not request.width and reason is not None and result.tokens:  # its drafter was dropped: it did not pay
-            request.spec_stats.suspend(reason, result.passes)
+        if not request.width and spec_stats.suspension is not None:  # its drafter was dropped: it did not pay
+            spec_stats.suspend(spec_stats.suspension, spec_stats.steps - steps)
         if result.dropped:
             request.width, request.lookahead, request.kv_method = 0, 0, ""
         # The newest token has not run yet. All tokens before it have.

@@ -132,7 +132,7 @@ class Dear(LatencyCurve):
 def test_drafters_that_do_not_pay_are_dropped_before_a_run(
     tiny_llm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mixed: bool
 ) -> None:
-    params = [replace(BASE, max_tokens=60), replace(BASE, max_tokens=50, speculate=not mixed)]
+    params = [replace(BASE, max_tokens=60), replace(BASE, max_tokens=51, speculate=not mixed)]  # ends within a run
     expected = tiny_llm().generate(PROMPTS[:2], params)
     steep = lambda self, batch_size, drafted: [1.0 + 9.0 * count for count in range(drafted + 1)]  # noqa: E731
     monkeypatch.setattr(LatencyModel, "table", steep)
@@ -147,8 +147,9 @@ def test_drafters_that_do_not_pay_are_dropped_before_a_run(
     outputs = llm.generate(PROMPTS[:2], params)
     assert [visible(output) for output in outputs] == [visible(output) for output in expected]
     assert runs.count("eagle3") <= (0 if mixed else 2) and runs.count("") >= 5
-    spec_stats = outputs[0].stats.speculation
-    assert spec_stats.suspended >= 55 and spec_stats.suspended <= spec_stats.widths[0]  # after the drop too
+    counted = [output.stats.speculation for output in outputs]
+    assert counted[0].suspended >= 55  # after the drop too
+    assert all(spec_stats.suspended <= spec_stats.widths[0] for spec_stats in counted)
     llm.engine.scheduler.check()
 
 

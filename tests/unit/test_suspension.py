@@ -21,6 +21,7 @@ from outrider.request import Request
 from outrider.speculation import DraftBatch, DraftContext
 from outrider.speculation.adaptive import AdaptiveController
 from outrider.speculation.adaptive.backoff import EXPLORATION_SHARE, MAX_PAUSE
+from outrider.speculation.adaptive.latency_model import LatencyModel
 from outrider.speculation.drafters.autoregressive import Autoregressive
 from outrider.speculation.drafters.catch_up import CatchUp
 from outrider.types import Draft
@@ -309,6 +310,31 @@ def test_a_prompt_in_several_chunks_is_read_whole_or_not_at_all_after_hard_texts
     assert read[:70] == ([] if reading else list(range(70)))
 
 
+def test_steps_with_probes_are_not_counted_as_suspended(
+    tiny_llm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gentle = lambda self, batch_size, drafted: [1.0 + 0.03 * count for count in range(drafted + 1)]  # noqa: E731
+    monkeypatch.setattr(LatencyModel, "table", gentle)  # random texts accept less than a draft costs
+    monkeypatch.setattr(AdaptiveController, "observe_catch_up", lambda *_: None)  # pauses are the same on any machine
+    head = tiny_heads.make("medusa", tmp_path)["model"]
+    llm = tiny_llm(speculate=f"medusa:model={head},draft=greedy")
+    params = SamplingParams(max_tokens=90, temperature=30.0, seed=1, ignore_eos=True)
+    spec_stats = llm.generate(tiny.prompt(9), params)[0].stats.speculation
+    assert spec_stats.drafted and spec_stats.suspended <= spec_stats.widths[0], spec_stats
+
+
+def test_chunks_of_a_prompt_are_not_counted_as_suspended_steps(
+    tiny_llm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steep = lambda self, batch_size, drafted: [1.0 + 9.0 * count for count in range(drafted + 1)]  # noqa: E731
+    monkeypatch.setattr(LatencyModel, "table", steep)
+    head = tiny_heads.make("eagle3", tmp_path)["model"]
+    llm = tiny_llm(speculate=f"eagle3:model={head}", max_step_tokens=2)
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    spec_stats = llm.generate(tiny.prompt(33), params)[0].stats.speculation
+    assert 0 < spec_stats.suspended <= spec_stats.widths[0] == spec_stats.steps == 6
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize(
     "method", ["eagle3", "draft_model", "dspark", "medusa", "mtp", "peagle", "eagle3 tree", "dspark tree"]
@@ -334,7 +360,7 @@ def test_texts_do_not_depend_on_how_long_a_drafter_is_suspended(
 
     monkeypatch.setattr(controller, "plan", plan)
     monkeypatch.setattr(controller, "suspended_steps", lambda request: suspended[request])
-    monkeypatch.setattr(controller, "skip", lambda request: suspended.update({request: -1}))
+    monkeypatch.setattr(controller, "skip", lambda request, steps, drafts=False: suspended.update({request: -steps}))
     monkeypatch.setattr(
         controller, "trim", lambda requests, drafts, others: [len(g.tokens) if g else 0 for g in drafts]
     )

@@ -87,5 +87,5 @@ def suspension_note(spec_stats: SpecStats) -> str:
     """Say why there are no drafts in most steps, and how to force them; empty if there are, or if none was found."""
     if spec_stats.suspension is None or (spec_stats.drafted and 4 * spec_stats.suspended < 3 * spec_stats.steps):
         return ""
-    steps = f"{min(spec_stats.suspended, spec_stats.steps)} of {spec_stats.steps} steps"
+    steps = f"{spec_stats.suspended} of {spec_stats.steps} steps"
     return f"drafts suspended in {steps}: {spec_stats.suspension}; `--always-draft` forces them"

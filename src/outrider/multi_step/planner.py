@@ -74,7 +74,7 @@ class RunPlanner:
         """Return the results of a run that began without the drafters of its requests: they are dropped."""
         for row, result in zip(rows, results, strict=True):
             if row.request.width:
-                self.controller.skip(row.request, result.passes - 1)
+                self.controller.skip(row.request, _plain_steps(row.request, result) - 1)
         return [replace(result, dropped=row.request.width > 0) for row, result in zip(rows, results, strict=True)]
 
     def learns(self, name: str) -> bool:
@@ -119,7 +119,7 @@ class RunPlanner:
                 if step.draft is not None:  # it has no confidence: on the device it could not be cut by it
                     self.controller.learn(row.request, step.draft, step.draft.path(step.tokens[:-1]))
             if planned and not width:
-                self.controller.skip(row.request, result.passes - 1)
+                self.controller.skip(row.request, _plain_steps(row.request, result) - 1)
             dropped = planned and not width and self.controller.should_drop(row.request, len(rows))
             learned.append(replace(result, dropped=dropped))
         return learned
@@ -137,6 +137,12 @@ def _until_the_end(request: Request, steps: Sequence[DecodeStep]) -> Iterator[De
         if any(request.ending(count + number, token) for number, token in enumerate(step.tokens, 1)):
             return
         count += len(step.tokens)
+
+
+def _plain_steps(request: Request, result: RowResult) -> int:
+    """Return the steps of a run without drafts up to the one in which the request ended."""
+    steps = [DecodeStep(None, [token]) for token in result.tokens]
+    return sum(1 for _ in _until_the_end(request, steps))
 
 
 class RunLength:

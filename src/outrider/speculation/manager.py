@@ -304,7 +304,7 @@ class SpeculationManager:
         groups: dict[str, list[int]] = {}
         for index, outcome in enumerate(outcomes):
             request = outcome.row.request
-            if request.width and not self._skips(request):
+            if request.width and not self._skips(outcome):
                 groups.setdefault(request.method, []).append(index)
         for name, indices in groups.items():
             layers = self.methods[name].needs.aux_layers
@@ -317,16 +317,17 @@ class SpeculationManager:
                     proposals[index] = proposal
         return proposals
 
-    def _skips(self, request: Request) -> bool:
-        """Return whether nothing is done for this request in this step; count the step then."""
+    def _skips(self, outcome: RowOutcome) -> bool:
+        """Return whether nothing is done for this row in this step; count the step then, unless it gave no token."""
+        request, steps = outcome.row.request, min(len(outcome.tokens), 1)
         pause = self._pauses.get(request)
         if pause is not None and pause.remaining:
-            pause.remaining -= 1
+            pause.remaining -= steps
             if pause.cut and request.spec_stats.suspension is not None:
-                request.spec_stats.suspend(request.spec_stats.suspension)
+                request.spec_stats.suspend(request.spec_stats.suspension, steps)
             return True
         if self._skips_states(request):
-            self.controller.skip(request)
+            self.controller.skip(request, steps)
             return True
         return False
 
@@ -335,9 +336,10 @@ class SpeculationManager:
         request, controller = outcome.row.request, self.controller
         if not request.output and self.adapts(request):
             controller.begin(request, request.length - outcome.row.start)
-        if not controller.suspended_steps(request):
+        remaining, steps = controller.suspended_steps(request), min(len(outcome.tokens), 1)
+        if not remaining:
             return False
-        controller.skip(request)
+        controller.skip(request, steps, drafts=remaining <= steps)  # a chunk of a prompt gives no token
         self._catch_up.add(outcome.context(), hidden)
         return controller.suspended_steps(request) > 0
 

@@ -159,12 +159,12 @@ class AdaptiveController:
             if parent in accepted:
                 state.calibration.learn(confidence_key(confidence), index in accepted)
 
-    def skip(self, request: Request, steps: int = 1) -> None:
-        """Count steps without a draft that `plan` was not called for."""
+    def skip(self, request: Request, steps: int = 1, drafts: bool = False) -> None:
+        """Count steps that `plan` was not called for. drafts: it is called next, so the step may have a draft."""
         state = self._state(request)
         state.skipped += steps
         state.backoff.skip(steps)
-        if (reason := request.spec_stats.suspension) is not None:
+        if (reason := request.spec_stats.suspension) is not None and not drafts:
             request.spec_stats.suspend(reason, steps)
 
     def suspended_steps(self, request: Request) -> int:
