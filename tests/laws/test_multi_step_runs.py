@@ -123,8 +123,11 @@ def test_every_verification_mode_is_the_same_in_multi_step_runs(tiny_llm, tmp_pa
 class Dear(LatencyCurve):
     """Following a text takes a fifth of a step, a drafted token nine steps."""
 
+    def seconds(self, count: int) -> float:
+        return 0.2 + 9.0 * count
+
     def table(self, last: int) -> list[float]:
-        return [0.2 + 9.0 * count for count in range(last + 1)]
+        return [self.seconds(count) for count in range(last + 1)]
 
 
 @FAST
@@ -136,6 +139,7 @@ def test_drafters_that_do_not_pay_are_dropped_before_a_run(
     expected = tiny_llm().generate(PROMPTS[:2], params)
     steep = lambda self, batch_size, drafted: [1.0 + 9.0 * count for count in range(drafted + 1)]  # noqa: E731
     monkeypatch.setattr(LatencyModel, "table", steep)
+    monkeypatch.setattr(LatencyModel, "seconds", lambda self, batch_size, drafted: 1.0 + 9.0 * drafted)
     monkeypatch.setattr(AdaptiveController, "draft_latency", lambda self, method: Dear())
     monkeypatch.setattr(Cpu, "defaults", replace(Cpu.defaults, decode_steps=4))  # so drafters cannot be suspended
     head = tiny_heads.make("eagle3", tmp_path)
