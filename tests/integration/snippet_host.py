@@ -78,6 +78,8 @@ def run_command(link: socket.socket) -> None:
         link.close()
         for number, file in enumerate(files):
             os.dup2(file, number)
+        # The host may have written to a file: a new stream finds out that this one is a pipe, which cannot seek.
+        sys.stdout = os.fdopen(1, "w", encoding=sys.stdout.encoding, closefd=False)
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
