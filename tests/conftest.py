@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +23,20 @@ from backends import backends, settings
 from outrider import LLM
 
 pytest.register_assert_rewrite("laws.mix")  # so that what differs is shown
+
+with suppress(ImportError):  # a machine with a GPU runs its tests without it
+    from hypothesis import HealthCheck
+    from hypothesis import settings as hypothesis_settings
+
+    # The same examples in each run, however slow the machine is; other ones with OUTRIDER_ENDURANCE=1.
+    hypothesis_settings.register_profile(
+        "outrider",
+        derandomize=os.environ.get("OUTRIDER_ENDURANCE") != "1",
+        database=None,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    hypothesis_settings.load_profile("outrider")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -82,7 +82,9 @@ def tensors(plan: Plan) -> dict[str, Tensor]:
     if plan.ends != "target":
         rows = torch.arange(tiny.VOCABULARY) if plan.ids is None else plan.ids
         for head in range(plan.heads if plan.ends == "each" else 1):
-            matrix = torch.randn(tiny.VOCABULARY, plan.width) if plan.width else fitted(plan, found, head)  # [V, E]
+            random = torch.Generator().manual_seed(plan.seed + head)
+            shape = (tiny.VOCABULARY, plan.width)  # [V, E]
+            matrix = torch.randn(shape, generator=random) if plan.width else fitted(plan, found, head)
             found["lm_head.weight" if plan.ends == "one" else f"lm_heads.{head}.weight"] = matrix[rows]
     return {name: tensor.to(plan.dtype) for name, tensor in found.items()}
 

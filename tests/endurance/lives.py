@@ -103,10 +103,22 @@ class Doom:
 # ---- what is done there ----
 
 
-def serve(tells: Connection, model: str, port: int) -> None:
+def serve(tells: Connection, model: str, port: int, most: float) -> None:
+    """most: tokens after which the engine stands still, so that streams are not finished when the kill comes."""
     from outrider.cli import app
+    from outrider.engine import Engine
 
     quieten()
+    step, made = Engine.step, dict[str, int]()
+
+    def limited(self: Any, *arguments: Any) -> Any:
+        if sum(made.values()) >= most:
+            time.sleep(3600)
+        outputs = step(self, *arguments)
+        made.update({output.request_id: len(output.completions[0].token_ids) for output in outputs})
+        return outputs
+
+    Engine.step = limited  # type: ignore[method-assign]
     tells.send("begun")
     options = ["--backend", "cpu", "--max-requests", "3", "--served-model-name", "tiny", "--no-log-requests"]
     app(["serve", model, "--port", str(port), "--speculate", "suffix:adaptive=no", *options])

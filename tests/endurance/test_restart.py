@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import random
 import socket
@@ -71,8 +72,8 @@ class Heard:
 
 
 @contextmanager
-def served(model: Path, port: int) -> Iterator[Any]:
-    with life(lives.serve, str(model), port) as (process, _):
+def served(model: Path, port: int, most: float = math.inf) -> Iterator[Any]:
+    with life(lives.serve, str(model), port, most) as (process, _):
         end = time.monotonic() + TIMEOUT
         while process.is_alive() and time.monotonic() < end:
             try:
@@ -85,7 +86,8 @@ def served(model: Path, port: int) -> Iterator[Any]:
 
 def cut(model: Path, port: int, heard: list[Heard], enough: int) -> None:
     """Read all streams at once, and kill the server when `enough` tokens have arrived."""
-    with served(model, port) as process:
+    # Some tokens more than enough: the last ones of a text may wait for the rest of a character.
+    with served(model, port, enough + 40) as process:
         address = f"http://127.0.0.1:{port}"
         threads = [threading.Thread(target=each.listen, args=(address,), daemon=True) for each in heard]
         for thread in threads:

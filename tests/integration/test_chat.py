@@ -17,6 +17,7 @@ import pytest
 
 from outrider.cli.chat import Interruption
 from outrider.cli.word_wrap import WordWrap
+from waiting import TIMEOUT
 
 
 def answers(result):
@@ -233,7 +234,7 @@ def test_an_interrupt_at_the_prompt_keeps_the_conversation(model, tmp_path) -> N
         seen += wait_for(master, "ends the chat")
         os.write(master, f"/save {file}\n/exit\n".encode())
         seen += wait_for(master, "1 answer")
-        assert process.wait(20) == 0
+        assert process.wait(TIMEOUT) == 0
     finally:
         process.kill()
         process.wait()
@@ -247,7 +248,7 @@ def wait_for(master: int, pattern: str) -> str:
     """Read from a terminal until a text appears."""
     seen = b""
     while not re.search(pattern, seen.decode(errors="replace"), re.DOTALL):
-        assert select.select([master], [], [], 20)[0], f"no `{pattern}` in {seen!r}"
+        assert select.select([master], [], [], TIMEOUT)[0], f"no `{pattern}` in {seen!r}"
         seen += os.read(master, 4096)
     return seen.decode(errors="replace")
 

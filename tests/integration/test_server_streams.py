@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
+import threading
 from typing import Any
 
+import httpx
 import pytest
 from live_server import serving, unanswered
 
-from waiting import counted_steps, wait_until, wait_until_idle
+from waiting import TIMEOUT, counted_steps, wait_until, wait_until_idle
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 ENDLESS = {"temperature": 0, "ignore_eos": True, "max_tokens": 24, "stream": True}
@@ -141,23 +142,30 @@ def test_an_invalid_streaming_request_gets_an_error_status(client) -> None:
 
 
 def test_a_failing_stream_ends_with_an_error_event(client, llm, monkeypatch) -> None:
-    step, count = llm.engine.runner.step, 0
+    step, count, begun = llm.engine.runner.step, 0, threading.Event()
 
     def sometimes(given: Any) -> Any:
         nonlocal count
         count += 1
         if count > 4:
-            time.sleep(0.5)  # what was said before is on its way by then: later, only the newest would be
+            begun.wait(TIMEOUT)
             raise RuntimeError("a secret of the inside")
         return step(given)
 
     monkeypatch.setattr(llm.engine.runner, "step", sometimes)
-    response = client.post(TEXT, json={**ENDLESS, "prompt": "once upon ", "speculate": False})
-    assert response.status_code == 200
-    *_, body, last = lines(response)
-    assert last == "[DONE]"
-    assert json.loads(body)["error"]["type"] == "server_error"
-    assert "secret" not in response.text
+    asked = {**ENDLESS, "prompt": "once upon ", "speculate": False}
+    with (
+        serving(llm, names=("tiny",)) as address,
+        httpx.stream("POST", f"{address}{TEXT}", json=asked, timeout=TIMEOUT) as response,
+    ):
+        assert response.status_code == 200
+        received = response.iter_lines()
+        first = next(received)
+        begun.set()
+        *_, body, last = [first, *filter(None, received)]
+    assert last == "data: [DONE]"
+    assert json.loads(body.removeprefix("data: "))["error"]["type"] == "server_error"
+    assert "secret" not in body
     count = 10
     failed = client.post(TEXT, json={**ENDLESS, "stream": False, "prompt": "once upon "})
     assert failed.status_code == 500

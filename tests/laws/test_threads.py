@@ -7,19 +7,20 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import count
 
 import pytest
 
 from outrider import LLM, AsyncLLM, Output, SamplingParams
 from outrider.async_llm import EngineStoppedError
+from waiting import TIMEOUT, wait_until
 
 THREADS, ROUNDS = 8, 3
-TIMEOUT = 60.0  # seconds for calls that take less than one
 BASE = SamplingParams(max_tokens=12, temperature=0.9, seed=3, ignore_eos=True)
 MIX = [BASE, replace(BASE, temperature=0), replace(BASE, n=2), replace(BASE, max_tokens=30), replace(BASE, logprobs=2)]
 METHODS = ["none", "ngram", "suffix:width=6,adaptive=no"]
 
-pytestmark = pytest.mark.timeout(2 * TIMEOUT)
+pytestmark = pytest.mark.timeout(3 * TIMEOUT)
 
 
 @pytest.fixture(scope="module", params=METHODS)
@@ -151,18 +152,33 @@ def test_a_pause_ends_with_the_async_llm_that_asked_for_it(llm: LLM) -> None:
     check_idle(llm)
 
 
-def test_closing_async_llm_ends_only_its_own_requests(llm: LLM) -> None:
-    served, closed = AsyncLLM(llm), threading.Event()
+def test_closing_async_llm_ends_only_its_own_requests(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    served, paused = AsyncLLM(llm), threading.Event()
+    step, steps = llm.engine.step, count()
+
+    def wait_for_close(*arguments: bool) -> list[Output]:
+        if next(steps) > 4:  # both requests run, and neither has ended
+            wait_until(lambda: served._closing)
+        return step(*arguments)
+
+    monkeypatch.setattr(llm.engine, "step", wait_for_close)
+
+    async def resume_with_both() -> None:
+        await asyncio.to_thread(wait_until, lambda: llm.engine.scheduler.waiting_count == 2)
+        await served.resume()
 
     async def leave() -> None:
+        await served.pause()
+        paused.set()
+        resumed = asyncio.create_task(resume_with_both())
         with pytest.raises(EngineStoppedError, match="closed"):
             async for _ in served.generate([5, 6], replace(BASE, max_tokens=200)):
+                await resumed
                 await asyncio.to_thread(served.close)
-        closed.set()
 
     def long() -> str | None:
+        assert paused.wait(TIMEOUT)
         for output in llm.stream([7, 8], replace(BASE, max_tokens=60)):
-            closed.wait(0.01)
             reason = output.completions[0].finish_reason
         return reason
 

@@ -318,4 +318,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
+TestCacheMachine.settings = settings(max_examples=150, stateful_step_count=25)

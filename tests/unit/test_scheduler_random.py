@@ -213,4 +213,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=20, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=20)

@@ -37,7 +37,7 @@ def test_any_tokens_give_the_text_of_decode(kind: str, skip_special: bool) -> No
     """Random tokens: broken characters, specials in the middle of one, spaces at the start."""
     tokenizer = TOKENIZERS[kind]
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=200)
     @given(st.lists(st.integers(0, tokenizer.vocabulary_size - 1), max_size=24))
     def check(ids: list[int]) -> None:
         assert "".join(pieces(tokenizer, ids, skip_special)) == tokenizer.decode(ids, skip_special)

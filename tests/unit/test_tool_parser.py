@@ -183,7 +183,7 @@ HEADS = ['{"name": "f", "parameters": {"a": "', '{"name": "f", "arguments": {']
 SCRAPS = st.sampled_from([*MARKS, *BITS, *HEADS])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.sampled_from(list(STYLES)), st.lists(SCRAPS | st.text(max_size=3), max_size=12), st.lists(st.integers(0, 90)))
 @example("hermes", ["a ", "<tool_call>", "{", "<tool_call>", CALL], [4, 19])
 @example("json", ['{"name": "f", "parameters": {"a": "', "\\", "u", "12", '"'], [36])
@@ -197,7 +197,7 @@ def test_streams_of_the_known_calls_equal_the_whole_parse(name: str) -> None:
     check_stream(style, text, [len(text) // 2])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sampled_from(list(STYLES)), st.lists(SCRAPS | st.text(max_size=3), max_size=12))
 def test_text_without_calls_is_unchanged(name: str, scraps: list[str]) -> None:
     text = "".join(scraps).replace(END, "")
@@ -213,7 +213,7 @@ ARGUMENTS = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.dictionaries(st.text(), ARGUMENTS, max_size=3), st.booleans(), st.sampled_from([None, 2]))
 def test_arguments_are_passed_on_unchanged(value: dict[str, Any], ascii_only: bool, indent: int | None) -> None:
     written = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
@@ -234,7 +234,7 @@ def test_a_stream_sends_arguments_early_and_in_pieces() -> None:
 
 
 def test_the_scanner_accepts_the_json_that_the_standard_library_accepts() -> None:
-    @settings(max_examples=1000, deadline=None)
+    @settings(max_examples=1000)
     @given(st.text('{}[]",:1-0e.\\utrue nl+', max_size=10).map(lambda text: f"[{text}]"))
     def check(text: str) -> None:
         try:

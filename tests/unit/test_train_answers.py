@@ -152,7 +152,7 @@ def test_a_killed_run_resumes(llm: LLM) -> None:
         last = max(path.stem[-5:] for path in whole.folder.glob("tokens-*"))
         assert last != "00000"
 
-        @settings(max_examples=15, deadline=None)
+        @settings(max_examples=15)
         @given(tokens=st.integers(0, SHARD_BYTES), index=st.integers(0, 400))
         def cut_anywhere(tokens: int, index: int) -> None:
             with tempfile.TemporaryDirectory() as killed:

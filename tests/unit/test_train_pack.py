@@ -89,7 +89,7 @@ def same(one: Pack, other: Pack) -> bool:
     return all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(documents, st.integers(1, 5), st.integers(2, 50), st.integers(-3, 5), st.booleans())
 def test_a_pass_holds_every_document_once(texts: Texts, rows: int, length: int, seed: int, held_out: bool) -> None:
     wanted = texts.chosen(length, held_out)
@@ -115,7 +115,7 @@ def test_answer_limits_the_tokens_that_count_as_answered() -> None:
     assert sum(int(pack.answered.sum()) for pack in of_pass(cut, 0)) == int(kept.sum())
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(documents, st.integers(0, 3), st.integers(0, 50))
 def test_a_pack_depends_only_on_seed_and_step(texts: Texts, seed: int, step: int) -> None:
     if not texts.chosen(40):

@@ -169,7 +169,7 @@ def dying(after: int, error: BaseException):
         yield
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(after=st.integers(0, 1_800), every=st.integers(1, 8))
 def test_a_writer_killed_at_any_byte_keeps_its_flushed_documents(after: int, every: int) -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -197,7 +197,7 @@ def test_a_writer_killed_at_any_byte_keeps_its_flushed_documents(after: int, eve
         assert contents(folder) == contents(whole)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(tokens=st.integers(0, 200), index=st.integers(0, 200), junk=st.binary(max_size=80))
 def test_a_truncated_last_shard_keeps_its_valid_records(tokens: int, index: int, junk: bytes) -> None:
     with tempfile.TemporaryDirectory() as name:
