@@ -120,6 +120,13 @@ def test_tokens_are_counted_rather_than_steps(rounds: int, monkeypatch: pytest.M
     assert llm.engine.is_idle
 
 
+def test_a_batch_whose_first_request_ends_too_early_is_refused() -> None:
+    llm = LLM("random/tiny", backend="cpu", cache_tokens=1024, max_step_tokens=8)
+    with pytest.raises(UserError, match="`tokens` is 2: the first of 4 requests ended before all had read"):
+        decode(llm, 4, SpeedConfig(1, 2, (4,), 32), random.Random(0))
+    assert llm.engine.is_idle
+
+
 def test_a_copy_counts_what_is_read_and_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100))
     monkeypatch.setattr("outrider.diagnostics.machine.time.perf_counter", lambda: next(clock))

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..device import SingleThreadedTorch, choose_backend, open_device
 from ..diagnostics.machine import bandwidth_meter, machine_facts
+from ..errors import UserError
 from ..kernels import cpu
 from ..llm import LLM
 from ..request import Request, Row, Step
@@ -202,6 +203,11 @@ def decode(llm: LLM, batch: int, config: SpeedConfig, rng: random.Random, specul
     seconds, busy, tokens = time.perf_counter() - begin, busy_seconds(llm) - busy, written(requests) - before
     for name in names:
         engine.abort(name)
+    if not tokens:
+        raise UserError(
+            f"`tokens` is {config.tokens}: the first of {batch} requests ended before all had read their prompts, so "
+            "pass more, or a smaller batch"
+        )
     spec_stats = SpecStats.total(request.spec_stats for request in requests)
     tokens_each = tokens / batch
     return Decoded(seconds / tokens_each, (seconds - busy) / tokens_each, spec_stats)
