@@ -159,7 +159,7 @@ __attribute__((noinline)) void multiply_pairs(const uint8_t* block, int groups, 
         add_pairs<S, pairs, true>(at, part, x, low, g * S::group % 32, sums);
       else
         add_pairs<S, pairs, false>(at, part, x, low, g * S::group % 32, sums);
-      for (int line = part; line < part + 2; ++line) __builtin_prefetch(at + tile_bytes + 64 * line);
+      prefetch_share<S, 1>(at + tile_bytes, part);
     }
     unroll<pairs>([&](auto pair) OUTRIDER_LAMBDA {
       const float64x2_t first = vreinterpretq_f64_f32(sums[pair]), second = vreinterpretq_f64_f32(sums[pairs + pair]);

@@ -114,8 +114,7 @@ OUTRIDER_INLINE void add_group(const uint8_t* block, int part, const PanelInputs
 constexpr int kStreamAhead = 512;
 
 // Add `groups` groups of a tile, from `block` on, to its outputs for all rows of a panel; prefetch the same groups of the
-// next tile, `tile_bytes` further on. Prefetches are streaming ones (PLDL1STRM), since a step reads weights once: so less
-// of the interpreter is evicted from L2, and the host time of a step falls by 6 to 11 % (N1, docs/log.md, "Host work").
+// next tile, `tile_bytes` further on.
 template <class S, int rows>
 __attribute__((noinline)) void multiply_panel(const uint8_t* block, int groups, size_t tile_bytes, PanelInputs panel,
                                               float (*out)[kLanes]) {
@@ -131,11 +130,7 @@ __attribute__((noinline)) void multiply_panel(const uint8_t* block, int groups, 
         add_group<S, rows, parts, true>(at, part, x, g * S::group % 32, sums);
       else
         add_group<S, rows, parts, false>(at, part, x, g * S::group % 32, sums);
-      if constexpr (parts < kParts)
-        for (int line = part; line < part + parts + 1; ++line) __builtin_prefetch(at + tile_bytes + 64 * line, 0, 0);
-      else
-        for (int line = 0; line < (S::block_bytes + 63) / 64; ++line)
-          __builtin_prefetch(at + kStreamAhead + 64 * line, 0, 0);
+      prefetch_share<S, parts>(at + (parts < kParts ? tile_bytes : kStreamAhead), part);
     }
     unroll<count>([&](auto i) OUTRIDER_LAMBDA { vst1q_f32(out[i % rows] + 4 * (part + i / rows), sums[i]); });
   }
