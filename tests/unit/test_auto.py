@@ -11,6 +11,7 @@ import tiny_hybrids
 import tiny_modules
 from outrider import LLM, SamplingParams, UserError, catalog
 from outrider.catalog import shipped
+from outrider.kernels import cpu
 from outrider.speculation import auto
 from outrider.speculation.auto import Candidate, choose
 
@@ -46,6 +47,14 @@ def test_nothing_is_chosen_where_nothing_was_measured_faster(measured: None, mon
     assert choose("smollm2-135m", "reference") == "none"
     monkeypatch.setattr(auto, "CANDIDATES", {"cpu": (Candidate("ngram", 1.0),)})
     assert choose("smollm2-135m", "cpu") == "none"
+
+
+def test_a_cpu_level_with_figures_of_its_own_goes_by_them(measured: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    level = cpu.facts()["level"]
+    monkeypatch.setitem(auto.CANDIDATES, level, (Candidate("suffix", 1.2),))
+    assert choose("smollm2-135m", "cpu") == "suffix"
+    monkeypatch.setattr(cpu, "facts", lambda: {"level": "another"})
+    assert choose("smollm2-135m", "cpu") == "eagle3"
 
 
 def test_a_slower_method_is_chosen_only_if_always_draft_is_set(measured: None, monkeypatch: pytest.MonkeyPatch) -> None:

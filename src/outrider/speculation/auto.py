@@ -1,8 +1,8 @@
 """Choose the method of `speculate="auto"`: by its figure the fastest one on this backend that the model has.
 
-The figures below decide, not the order of the lines. A method whose figure is not above plain decoding on a backend is
-never chosen there. If a kernel or a drafter changes, measure again (`outrider bench speculation`) and change the
-figures; docs/choose.md repeats them.
+The figures below decide, not the order of the lines. A method whose figure is not above plain decoding is never
+chosen. If a kernel or a drafter changes, measure again (`outrider bench speculation`) and change the figures;
+docs/choose.md repeats them.
 """
 
 from __future__ import annotations
@@ -39,11 +39,19 @@ class Candidate:
         return None if self.ships and shipped.find(model, self.method) is None else self.method
 
 
-# cpu: two cores of Neoverse-N1, for heads the lower figure of it and of two threads of a Xeon with AMX. cuda: an H200.
-# `suffix` is no candidate, although it is as fast as `ngram`: it drafts from the answers of other requests, and a
-# client that asks for a trace sees all drafts. On a GPU, lookups were not measured. `mtp`: the figures of other engines
-# (CPU: OpenVINO; GPU: SGLang, DeepSeek-R1), because no checkpoint with trained modules was at hand.
+# By backend; on the CPU by instruction-set level, where one has a line of its own. avx512: two threads of a Xeon with
+# AVX-512 and VNNI. cpu: two cores of Neoverse-N1, for heads the lower figure of it and of two threads of a Xeon with
+# AMX. cuda: an H200. `suffix` is no candidate, although it is as fast as `ngram`: it drafts from the answers of other
+# requests, and a client that asks for a trace sees all drafts. On a GPU, lookups were not measured. `mtp`: the figures
+# of other engines (CPU: OpenVINO; GPU: SGLang, DeepSeek-R1), because no checkpoint with trained modules was at hand.
 CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
+    "avx512": (
+        Candidate("dspark", 1.33, ships=True),
+        Candidate("mtp", 1.28, inside=True),
+        Candidate("ngram", 1.15),
+        Candidate("eagle3", 1.12, ships=True),
+        Candidate("draft_model", 0.978, target="qwen2.5-coder-1.5b", draft_model="qwen2.5-coder-0.5b"),
+    ),
     "cpu": (
         Candidate("mtp", 1.28, inside=True),
         Candidate("ngram", 1.04),
@@ -73,11 +81,20 @@ def choose(model: str, backend: str, modules: bool = False, always_draft: bool =
     modules: the checkpoint of the model contains MTP modules.
     always_draft: take it even if it is slower than plain decoding.
     """
-    usable = [candidate for candidate in CANDIDATES.get(backend, ()) if always_draft or candidate.speed > 1]
+    usable = [candidate for candidate in _measured(backend) if always_draft or candidate.speed > 1]
     for candidate in sorted(usable, key=lambda candidate: -candidate.speed):
         if (found := candidate.specification(model, modules)) is not None:
             return found
     return PLAIN
+
+
+def _measured(backend: str) -> tuple[Candidate, ...]:
+    """Return the candidates of `backend`; on the CPU those of its instruction-set level, if that was measured."""
+    if backend == "cpu":
+        from ..kernels import cpu  # here, since a GPU needs no native library
+
+        return CANDIDATES.get(cpu.facts()["level"], CANDIDATES["cpu"])
+    return CANDIDATES.get(backend, ())
 
 
 def _is_catalog_model(model: str, name: str) -> bool:
