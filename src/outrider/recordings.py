@@ -13,7 +13,7 @@ from .device import Buffer
 from .kernels import Kernels
 
 MAX_RECORDINGS = 64  # shapes that are kept; one more drops all of them
-MIN_PAGES = 16  # entries of a page table: texts with fewer pages share recordings
+MIN_PAGES = 64  # entries of a page table: texts with fewer pages share recordings
 
 
 @dataclass
@@ -43,6 +43,7 @@ class Recordings:
         self.ops, self.pages = ops, pages
         self._layers = pages.layers
         self.enabled = True  # False: for measurements, every call runs as its first one does
+        self.num_made = 0  # recordings, those dropped since then included
         self._recorded: dict[Hashable, Recorded | None] = {}
 
     @property
@@ -75,6 +76,7 @@ class Recordings:
         """
         if recorded.replay is None:
             recorded.replay = self.ops.record(recorded.run)
+            self.num_made += 1
             if recorded.replay is None:
                 recorded.failed = True
                 return -1

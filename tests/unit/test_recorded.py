@@ -21,6 +21,7 @@ from outrider.recordings import Recorded, Recordings
 from outrider.request import Request
 from outrider.speculation import DraftContext, Proposer, find
 from outrider.speculation.drafters.autoregressive import Autoregressive
+from outrider.speculation.drafters.block import BlockDrafter
 
 STEPS = 12
 SURPRISES = {13, 14, 17, 19, 22, 30}
@@ -149,6 +150,23 @@ def test_the_first_call_of_a_drafter_is_recorded(name: str, ops: Kernels, tmp_pa
     hidden = torch.zeros(1, len(stage.proposer.needs.aux_layers) * stage.target.model.config.width)
     stage.proposer.propose([context], torch.tensor([5], dtype=torch.int32), hidden)
     assert stage.proposer._recordings.num_recorded == 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_calls_say_whether_they_were_recorded_and_where_drafting_stopped(
+    name: str, ops: Kernels, tmp_path: Path
+) -> None:
+    """The latency of a draft is learned from replays alone; a block takes the same time wherever its draft ends."""
+    stage, request = played(ops, DRAFTERS[name], tmp_path, least=1.1, temperature=0.0)
+    recordings, recorded, depths = stage.proposer._recordings, [], set()  # type: ignore[attr-defined]
+    for _ in range(STEPS):
+        before = recordings.num_made
+        stage.decode(request, width=3)
+        assert stage.draft_batch is not None
+        recorded.append((stage.draft_batch.recorded, recordings.num_made > before))
+        depths.add(stage.draft_batch.reached)
+    assert {said for said, _ in recorded} == {True, False} and all(said == made for said, made in recorded)
+    assert depths == ({None} if isinstance(stage.proposer, BlockDrafter) else {1})
 
 
 @pytest.mark.parametrize("plan", [tiny_blocks.Plan(), tiny_blocks.Plan(method="dspark", draft_vocabulary=None)])

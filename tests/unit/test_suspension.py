@@ -158,6 +158,23 @@ def test_the_latency_of_a_draft_is_weighed_before_it_is_made() -> None:
     assert bad < 60 < 250 < good
 
 
+@pytest.mark.parametrize(("drafting", "pays"), [(0.1, True), (0.4, False)])
+def test_drafts_that_are_cut_half_of_the_time_cost_no_verification_then(drafting: float, pays: bool) -> None:
+    """Half of the drafts have a token to verify: 1.475 tokens in 1 + 0.4 / 2 + `drafting` plain steps."""
+    controller, request = suspendable(0.4, drafting), Request("r", [1], SamplingParams(), 0, method="m")
+    coin, drafted = random.Random(2), 0
+    for _ in range(600):
+        if stays_suspended(controller, request) or not controller.plan([request], [1])[0]:
+            continue
+        drafted += 1
+        controller.observe_draft("m", 1, drafting)
+        sure = coin.random() < 0.5
+        draft = Draft([1], confidence=[0.95]) if sure else None
+        if controller.trim([request], [draft])[0] and draft is not None:
+            controller.learn(request, draft, [0] if coin.random() < 0.95 else [])
+    assert drafted > 500 if pays else drafted < 120
+
+
 def test_a_request_whose_drafts_do_not_pay_is_suspended_and_found_again_when_they_do() -> None:
     controller, request = suspendable(0.4, 0.2), Request("r", [1], SamplingParams(), 0, method="m")
     drafted, easy = [], 1000
@@ -362,7 +379,7 @@ def test_texts_do_not_depend_on_how_long_a_drafter_is_suspended(
     monkeypatch.setattr(controller, "suspended_steps", lambda request: suspended[request])
     monkeypatch.setattr(controller, "skip", lambda request, steps, drafts=False: suspended.update({request: -steps}))
     monkeypatch.setattr(
-        controller, "trim", lambda requests, drafts, others: [len(g.tokens) if g else 0 for g in drafts]
+        controller, "trim", lambda requests, drafts, others, reached: [len(g.tokens) if g else 0 for g in drafts]
     )
     monkeypatch.setattr(controller, "thresholds", lambda method, batch_size: (0.0, 0.0, 0.0))
     params = SamplingParams(max_tokens=90, temperature=0, ignore_eos=True)

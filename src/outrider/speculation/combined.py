@@ -79,8 +79,9 @@ class CombinedDrafter:
             started = time.perf_counter()
             states = self._states(member.needs.aux_layers, hidden)
             batch = self.captured[name](called, states) if name in self.captured else None
-            drafts = (member.propose(called, last, states) if batch is None else batch).drafts()
-            if member.needs.costs_time and all(context.new_tokens for context in contexts):
+            batch = member.propose(called, last, states) if batch is None else batch
+            drafts = batch.drafts()
+            if member.needs.costs_time and not batch.recorded and all(context.new_tokens for context in contexts):
                 self._curves[index].observe(
                     max(context.num_draft_tokens for context in called), time.perf_counter() - started
                 )

@@ -138,6 +138,7 @@ class DraftBatch:
     confidence: Sequence[Sequence[float]] | None = None  # acceptance probability given the parent; None: unknown
     origins: Sequence[Sequence[int]] | None = None  # combined drafters of each token, as in Draft
     reached: int | None = None  # depth at which drafting stopped, if it stopped early; None: as requested
+    recorded: bool = False  # the call recorded its kernels, and took longer than the replays that follow
 
     def drafts(self) -> list[Draft]:
         """Return the draft for each row, its tokens on the host."""

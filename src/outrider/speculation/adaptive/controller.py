@@ -55,7 +55,7 @@ class State:
     def __init__(self, method: Method, history: History) -> None:
         self.method, self.history, self.backoff = method, history, Backoff()
         self.rates, self.calibration = DraftRates(history.rates), Rates(method=history.calibration)
-        self.planned = False  # `plan` asked for the draft that `trim` is to see
+        self.planned = 0  # width of the draft that `plan` asked for and `trim` is to see
         self.probes = False  # that draft is a probe
         self.may_pay = True  # drafts would pay if all of their tokens were accepted
         self.skipped = 0  # steps since a draft was expected to pay
@@ -199,12 +199,21 @@ class AdaptiveController:
         widths = self._choose(states, acceptance, drafting, others, False)
         self._note_suspended(requests, acceptance, widths, drafting, others)
         for state, width in zip(states, widths, strict=True):
-            state.planned = width > 0
+            state.planned = width
             state.skipped = 0 if width and not state.probes else state.skipped + 1
         return widths
 
-    def trim(self, requests: Sequence[Request], drafts: Sequence[Draft | None], others: int = 0) -> list[int]:
-        """Return how many tokens of each draft pay: those that bring more than their verification costs."""
+    def trim(
+        self,
+        requests: Sequence[Request],
+        drafts: Sequence[Draft | None],
+        others: int = 0,
+        reached: int | None = None,
+    ) -> list[int]:
+        """Return how many tokens of each draft pay: those that bring more than their verification costs.
+
+        reached: depth at which drafting stopped; None: as planned.
+        """
         states = [self._state(request) for request in requests]
         planned = any(state.planned for state in states)
         if not self.latency.covers(len(requests) + others) or not (any(drafts) or planned):
@@ -217,9 +226,10 @@ class AdaptiveController:
         self._note_suspended(requests, acceptance, widths, spent, others)
         for state, draft, probabilities, width in zip(states, drafts, acceptance, widths, strict=True):
             if state.planned and (draft is None or draft.confidence is not None):
-                # `plan` does not know confidences: it goes by those of drafts before, which brought nothing if cut.
-                state.rates.learn_draft(sorted(probabilities, reverse=True) if width else [0.0])
-            state.planned = False
+                known = sorted(probabilities, reverse=True) if width else []
+                alone = len(requests) + others == 1  # else drafting for one request more would look free
+                state.rates.learn_draft(self._worth(state, known, reached) if alone else known or [0.0])
+            state.planned = 0
         return widths
 
     def _choose(
@@ -260,6 +270,24 @@ class AdaptiveController:
             verification = self.latency.table(batch_size, len(probabilities))
             if (reason := explain(probabilities, verification, drafting, batch_size)) is not None:
                 request.spec_stats.suspend(reason)
+
+    def _worth(self, state: State, acceptance: Sequence[float], reached: int | None) -> list[float]:
+        """Return the acceptance of the tokens of a draft as `plan` is to count it for drafts to come.
+
+        A token that was cut cost no verification, and one that was not drafted no drafting either. So each counts at
+        least as one that would just pay for that. acceptance: of the draft; empty if nothing of it pays.
+        """
+        count = max(state.planned, len(acceptance))  # a drafter that stops by itself may go beyond the plan
+        verification, drafting = self.latency.table(1, count), state.method.latency.table(count)
+        found, least = [], 1.0
+        for index in range(count):
+            saved = verification[index + 1] - verification[index]
+            if reached is not None and index >= reached:
+                saved += drafting[index + 1] - drafting[index]
+            probability = acceptance[index] if index < len(acceptance) else 0.0
+            least = min(least, max(probability, saved / verification[0]))
+            found.append(least)
+        return found
 
     @staticmethod
     def _may_pay(width: int, verification: Sequence[float], drafting: Sequence[float], batch_size: int) -> bool:

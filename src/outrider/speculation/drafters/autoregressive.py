@@ -114,6 +114,7 @@ class Autoregressive:
         can_defer: Callable[[DraftContext, TrackedKv], bool],
     ) -> DraftBatch:
         hidden = hidden if self.network.features else None
+        num_made = self._recordings.num_made
         tracked: list[TrackedKv] = []
         plans: list[RequestPlan] = []
         for row, context in enumerate(contexts):
@@ -132,7 +133,7 @@ class Autoregressive:
             self.kv.share_pages(plan.context, plan.kv)
         if hidden is not None:
             self._keep_states(contexts, tracked, hidden)
-        return draft
+        return replace(draft, recorded=True) if self._recordings.num_made > num_made else draft
 
     @property
     def weight_bytes(self) -> int:

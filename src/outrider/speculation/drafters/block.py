@@ -146,6 +146,7 @@ class BlockDrafter:
     def propose(self, contexts: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
         assert hidden is not None
         reading: list[Block] = []
+        num_made = self._recordings.num_made
         for row, context in enumerate(contexts):
             if (block := self._plan(row, context)) is not None:
                 reading.append(block)
@@ -159,7 +160,10 @@ class BlockDrafter:
                 newest = last if len(drafting) == len(last) else last[[block.row for block in drafting]]
                 draft = self._draft(contexts, drafting, states, newest)
         self._update_kv(reading)
-        return draft or DraftBatch([[] for _ in contexts], reached=0)
+        if draft is None:
+            return DraftBatch([[] for _ in contexts], reached=0)
+        # The pass takes the time of the whole block, wherever the draft ends.
+        return replace(draft, reached=None, recorded=self._recordings.num_made > num_made)
 
     @property
     def weight_bytes(self) -> int:
