@@ -306,7 +306,9 @@ def resolve(config: EngineConfig, facts: DeviceFacts) -> ResolvedConfig:
         each = facts.cache_bytes_per_token + facts.window_bytes_per_token
         share = config.cache_share or facts.cache_share
         tokens = config.cache_tokens or int(facts.free_bytes * share) // each
-        remedy = "free some memory, or pass `quantize=int4`" if config.cache_tokens is None else "raise `cache_tokens`"
+        remedy = "raise `cache_tokens`"
+        if config.cache_tokens is None:
+            remedy = "free some memory, or use a smaller model or one with fewer bits"
         raise UserError(
             f"the key/value cache would hold {tokens} tokens, less than one page of {config.page_size}: {remedy}"
         )

@@ -106,6 +106,7 @@ class Engine:
             self.tokenizer,
             self.spec_manager,
             self.model.config.vocabulary,
+            self.model.config.context,
             end_tokens(checkpoint, self.tokenizer, self.model.config.vocabulary),
         )
         self.parents: dict[str, ParentRequest] = {}

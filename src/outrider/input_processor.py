@@ -95,10 +95,11 @@ class InputProcessor:
         tokenizer: Tokenizer,
         spec_manager: SpeculationManager,
         vocabulary: int,
+        trained_context: int,
         end_tokens: frozenset[int],
     ) -> None:
         self.resolved, self.tokenizer, self.spec_manager = resolved, tokenizer, spec_manager
-        self.vocabulary, self.end_tokens = vocabulary, end_tokens
+        self.vocabulary, self.trained_context, self.end_tokens = vocabulary, trained_context, end_tokens
 
     @cached_property
     def compiler(self) -> Compiler:
@@ -190,9 +191,10 @@ class InputProcessor:
             if not 0 <= token < self.vocabulary:
                 raise PromptError(f"holds token {token}: the vocabulary ends at {self.vocabulary - 1}", tokens=tokens)
         if len(tokens) >= self.resolved.max_context:
+            can_grow = self.resolved.max_context < self.trained_context
             raise ContextLengthError(
                 f"has {len(tokens)} tokens and the context holds {self.resolved.max_context}, one of them "
-                "for the answer: shorten the prompt, or raise `max_context` or `cache_tokens`",
+                f"for the answer: shorten the prompt{', or raise `max_context` or `cache_tokens`' if can_grow else ''}",
                 tokens=tokens,
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -166,6 +167,7 @@ def test_requests_without_a_prompt_load_the_model(client) -> None:
 def test_the_model_is_described(client, llm) -> None:
     [model] = client.get("/api/tags").json()["models"]
     assert (model["name"], model["model"], model["details"]["format"]) == ("tiny", "tiny", "safetensors")
+    assert model["size"] == sum(file.stat().st_size for file in Path(llm.llm.resolved.model).glob("*.safetensors")) > 0
     [loaded] = client.get("/api/ps").json()["models"]
     assert loaded["name"] == "tiny" and loaded["context_length"] == llm.llm.resolved.max_context
     for name in ("tiny", "tiny:latest"):

@@ -101,7 +101,7 @@ def test_a_step_takes_every_request_and_the_cache_is_no_larger_than_they_need() 
         (
             EngineConfig(),
             replace(FACTS, free_bytes=0),
-            "would hold 0 tokens.*free some memory, or pass `quantize=int4`",
+            "would hold 0 tokens.*free some memory, or use a smaller model or one with fewer bits",
         ),
     ],
 )

@@ -106,7 +106,8 @@ def test_too_little_memory(
 ) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(where, exhausted(error))
-        with pytest.raises(UserError, match=f"more memory than {device}: pass `quantize=int4`, lower") as refusal:
+        remedy = "use a smaller model or one with fewer bits, lower"
+        with pytest.raises(UserError, match=f"more memory than {device}: {remedy}") as refusal:
             LLM(str(tiny_folder()), backend="cpu")
     assert refusal.value.__cause__ is error
     assert str(refusal.value).endswith("or use `backend=cpu`") is cpu

@@ -42,6 +42,14 @@ def test_logprobs_are_the_models_own(llm) -> None:
     assert 0.99 < sum(math.exp(value) for _, value in plain.top) < 1.00001  # 100 of 101 tokens
 
 
+def test_a_prompt_beyond_the_context_is_refused_with_advice_that_can_be_followed(llm, tiny_llm) -> None:
+    trained = llm.engine.model.config.context
+    with pytest.raises(UserError, match=r"for the answer: shorten the prompt$"):
+        llm.generate([5] * trained, GREEDY)
+    with pytest.raises(UserError, match=r"the context holds 24, .* or raise `max_context` or `cache_tokens`$"):
+        tiny_llm(max_context=24).generate([5] * 24, GREEDY)
+
+
 def test_max_tokens_and_context_end_with_length(llm, tiny_llm) -> None:
     assert only(llm, replace(GREEDY, max_tokens=3)).finish_reason == "length"
     short = only(tiny_llm(max_context=24), GREEDY)

@@ -61,6 +61,6 @@ def within_memory() -> Iterator[None]:
             raise
         device, instead = ("the GPU", ", or use `backend=cpu`") if "CUDA" in str(error) else ("this machine", "")
         raise UserError(
-            f"model, cache and the largest step take more memory than {device} has left: pass `quantize=int4`, lower "
-            f"`cache_tokens`, `max_requests` or `max_step_tokens`{instead}"
+            f"model, cache and the largest step take more memory than {device} has left: use a smaller model or "
+            f"one with fewer bits, lower `cache_tokens`, `max_requests` or `max_step_tokens`{instead}"
         ) from error

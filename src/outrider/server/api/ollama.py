@@ -274,10 +274,16 @@ def describe(context: Context, name: str) -> dict[str, Any]:
         "name": name,
         "model": name,
         "modified_at": timestamp(context.started),
-        "size": 0,
+        "size": stored_bytes(Path(context.llm.llm.resolved.model)),
         "digest": hashlib.sha256(context.llm.llm.resolved.model.encode()).hexdigest(),
         "details": details(context),
     }
+
+
+def stored_bytes(model: Path) -> int:
+    """Return the bytes of the weights on disk; 0 if they are not in a file or folder."""
+    files = model.glob("*.safetensors") if model.is_dir() else [model]
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def details(context: Context) -> dict[str, Any]:
