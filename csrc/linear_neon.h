@@ -123,14 +123,19 @@ __attribute__((noinline)) void multiply_panel(const uint8_t* block, int groups, 
     float32x4_t sums[count];
     unroll<count>([&](auto i) OUTRIDER_LAMBDA { sums[i] = vld1q_f32(out[i % rows] + 4 * (part + i / rows)); });
     const uint8_t* at = block;
-    for (int g = 0; g < groups; ++g, at += S::block_bytes) {
-      const size_t first = size_t(g * S::group / 32) * rows;
-      const PanelInputs x{panel.inputs + first, panel.low + 32 * first};
+    PanelInputs x = panel;
+    for (int g = 0; g < groups; g += 32 / S::group, x.inputs += rows, x.low += 32 * rows) {
+      const auto add = [&](auto low) OUTRIDER_LAMBDA {
+        unroll<32 / S::group>([&](auto i) OUTRIDER_LAMBDA {
+          add_group<S, rows, parts, low>(at, part, x, i * S::group, sums);
+          prefetch_share<S, parts>(at + (parts < kParts ? tile_bytes : kStreamAhead), part);
+          at += S::block_bytes;
+        });
+      };
       if (x.inputs->has_low)
-        add_group<S, rows, parts, true>(at, part, x, g * S::group % 32, sums);
+        add(std::true_type{});
       else
-        add_group<S, rows, parts, false>(at, part, x, g * S::group % 32, sums);
-      prefetch_share<S, parts>(at + (parts < kParts ? tile_bytes : kStreamAhead), part);
+        add(std::false_type{});
     }
     unroll<count>([&](auto i) OUTRIDER_LAMBDA { vst1q_f32(out[i % rows] + 4 * (part + i / rows), sums[i]); });
   }
