@@ -214,7 +214,7 @@ class Simulation:
         awake = [row for row, request in enumerate(requests) if not self._rests(controller, request, batch_size)]
         if not awake:
             return [None] * batch_size, 0.0
-        asking, spent, deepest = [requests[row] for row in awake], 0.0, 0
+        asking, spent = [requests[row] for row in awake], 0.0
         widths = [drafter.width] * len(awake)
         if drafter.seconds is not None:
             widths = controller.plan(asking, widths, batch_size - len(awake))
@@ -238,8 +238,7 @@ class Simulation:
                 else:
                     controller.observe_draft(method, deepest, self.noise(spent, far))
                 self._woken -= set(asking)
-        reached = deepest if drafter.stops else None
-        kept_widths = controller.trim(asking, drafted, batch_size - len(awake), reached)
+        kept_widths = controller.trim(asking, drafted, batch_size - len(awake))
         drafts: list[Draft | None] = [None] * batch_size
         for row, draft, width in zip(awake, drafted, kept_widths, strict=True):
             drafts[row] = draft.cut(width) if draft and width else None

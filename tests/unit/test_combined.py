@@ -39,16 +39,19 @@ class Fake:
         self.widths: list[int] = []
         self.kept: list[int] = []
         self.states: torch.Tensor | None = None
+        self.recorded = False  # calls take 10 seconds longer
 
     def propose(self, contexts: Sequence[DraftContext], last: torch.Tensor, hidden: torch.Tensor | None) -> DraftBatch:
         self.widths += [context.num_draft_tokens for context in contexts]
         if self.clock is not None:
             self.clock.seconds += 0.1 + 0.05 * max(context.num_draft_tokens for context in contexts)
+            self.clock.seconds += 10.0 * self.recorded
         self.states = hidden
         drafts = [self.says.cut(context.num_draft_tokens) for context in contexts]
         parents = None if self.says.parents is None else [draft.parents or [] for draft in drafts]
         confidence = None if self.says.confidence is None else [draft.confidence or [] for draft in drafts]
-        return DraftBatch([draft.tokens for draft in drafts], parents=parents, confidence=confidence)
+        tokens = [draft.tokens for draft in drafts]
+        return DraftBatch(tokens, parents=parents, confidence=confidence, recorded=self.recorded)
 
     def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
         self.kept += kept
@@ -162,9 +165,12 @@ def test_a_member_that_costs_more_than_it_adds_is_not_called(monkeypatch: pytest
     needs = Needs(width=4, costs_time=True, has_kv=True)
     costly = Fake(needs, Draft([1, 2, 3, 4], confidence=[0.9] * 4), Clock(monkeypatch))
     combined = CombinedDrafter([("costly", costly)], 4, learns=True)
-    for width in (0, 4):
-        for _ in range(9):
-            combined.propose([context(request(), [4], width)], NONE, None)
+    for costly.recorded in (False, True):  # recordings are not learned as latencies
+        for width in (0, 4):
+            for _ in range(9):
+                found = combined.propose([context(request(), [4], width)], NONE, None)
+                assert found.recorded is costly.recorded
+    costly.recorded = False
     # Tokens a second: the 0.2 seconds of a draft are worth one token, or four. The first draft that loses is a probe.
     for tokens_per_second, widths in ((5.0, [4, 4]), (20.0, [4, 0])):
         costly.widths.clear()

@@ -175,6 +175,18 @@ def test_drafts_that_are_cut_half_of_the_time_cost_no_verification_then(drafting
     assert drafted > 500 if pays else drafted < 120
 
 
+def test_drafts_that_always_end_early_are_planned_narrower() -> None:
+    """A block takes the time of its planned width, so tokens that are always cut are not worth planning."""
+    controller, request = suspendable(0.1, 0.2), Request("r", [1], SamplingParams(), 0, method="m")
+    planned = []
+    for _ in range(60):
+        planned.append(controller.plan([request], [4])[0])
+        draft = Draft([1], confidence=[0.95])
+        assert controller.trim([request], [draft]) == [1]
+        controller.learn(request, draft, [0])
+    assert planned[0] > 1 and planned[-40:].count(1) >= 36  # now and then a wider one is tried
+
+
 def test_a_request_whose_drafts_do_not_pay_is_suspended_and_found_again_when_they_do() -> None:
     controller, request = suspendable(0.4, 0.2), Request("r", [1], SamplingParams(), 0, method="m")
     drafted, easy = [], 1000
@@ -379,7 +391,7 @@ def test_texts_do_not_depend_on_how_long_a_drafter_is_suspended(
     monkeypatch.setattr(controller, "suspended_steps", lambda request: suspended[request])
     monkeypatch.setattr(controller, "skip", lambda request, steps, drafts=False: suspended.update({request: -steps}))
     monkeypatch.setattr(
-        controller, "trim", lambda requests, drafts, others, reached: [len(g.tokens) if g else 0 for g in drafts]
+        controller, "trim", lambda requests, drafts, others: [len(g.tokens) if g else 0 for g in drafts]
     )
     monkeypatch.setattr(controller, "thresholds", lambda method, batch_size: (0.0, 0.0, 0.0))
     params = SamplingParams(max_tokens=90, temperature=0, ignore_eos=True)

@@ -72,6 +72,7 @@ class CombinedDrafter:
 
     def propose(self, contexts: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
         self._observe(contexts)
+        recorded = False
         drafted: list[list[Draft]] = [[Draft([])] * len(self.members) for _ in contexts]
         for index in self.order:
             name, member = self.members[index]
@@ -80,7 +81,7 @@ class CombinedDrafter:
             states = self._states(member.needs.aux_layers, hidden)
             batch = self.captured[name](called, states) if name in self.captured else None
             batch = member.propose(called, last, states) if batch is None else batch
-            drafts = batch.drafts()
+            drafts, recorded = batch.drafts(), recorded or batch.recorded
             if member.needs.costs_time and not batch.recorded and all(context.new_tokens for context in contexts):
                 self._curves[index].observe(
                     max(context.num_draft_tokens for context in called), time.perf_counter() - started
@@ -97,6 +98,7 @@ class CombinedDrafter:
             parents=[draft.parents or [] for draft, _ in merged],
             confidence=[draft.confidence or [] for draft, _ in merged],
             origins=[draft.origins or [] for draft, _ in merged],
+            recorded=recorded,
         )
 
     @property

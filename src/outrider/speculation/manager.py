@@ -399,7 +399,7 @@ class SpeculationManager:
             self._observe_draft(name, drafting, batch, resumed, time.perf_counter() - started)
         for request in resumed:
             self._catch_up.forget(request)
-        trimmed = drafts if blind else self._trim(drafting, drafts, batch.reached)
+        trimmed = drafts if blind else self._trim(drafting, drafts)
         if not timed and self.plan.adaptive and self.target.can_suspend:
             self._pause(drafting, drafts, trimmed, time.perf_counter() - called_at)
         proposals = [NO_PROPOSAL] * len(drafting)
@@ -525,9 +525,7 @@ class SpeculationManager:
                 width = min(width, limit - length)
         return max(width, 0)
 
-    def _trim(
-        self, contexts: list[DraftContext], drafts: list[Draft | None], reached: int | None
-    ) -> list[Draft | None]:
+    def _trim(self, contexts: list[DraftContext], drafts: list[Draft | None]) -> list[Draft | None]:
         """Cut tokens that are not worth verifying."""
         if not self.plan.adaptive:
             return drafts
@@ -535,7 +533,7 @@ class SpeculationManager:
         if not any(contexts[row].num_draft_tokens for row in rows):
             return drafts
         requests, own = [contexts[row].request for row in rows], [drafts[row] for row in rows]
-        widths = self.controller.trim(requests, own, self._batch_size - len(rows), reached)
+        widths = self.controller.trim(requests, own, self._batch_size - len(rows))
         trimmed = list(drafts)
         for row, draft, width in zip(rows, own, widths, strict=True):
             trimmed[row] = draft.cut(width) if draft and width else None

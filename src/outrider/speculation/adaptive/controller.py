@@ -203,17 +203,8 @@ class AdaptiveController:
             state.skipped = 0 if width and not state.probes else state.skipped + 1
         return widths
 
-    def trim(
-        self,
-        requests: Sequence[Request],
-        drafts: Sequence[Draft | None],
-        others: int = 0,
-        reached: int | None = None,
-    ) -> list[int]:
-        """Return how many tokens of each draft pay: those that bring more than their verification costs.
-
-        reached: depth at which drafting stopped; None: as planned.
-        """
+    def trim(self, requests: Sequence[Request], drafts: Sequence[Draft | None], others: int = 0) -> list[int]:
+        """Return how many tokens of each draft pay: those that bring more than their verification costs."""
         states = [self._state(request) for request in requests]
         planned = any(state.planned for state in states)
         if not self.latency.covers(len(requests) + others) or not (any(drafts) or planned):
@@ -228,7 +219,7 @@ class AdaptiveController:
             if state.planned and (draft is None or draft.confidence is not None):
                 known = sorted(probabilities, reverse=True) if width else []
                 alone = len(requests) + others == 1  # else drafting for one request more would look free
-                state.rates.learn_draft(self._worth(state, known, reached) if alone else known or [0.0])
+                state.rates.learn_draft(self._worth(state.planned, known) if alone else known or [0.0])
             state.planned = 0
         return widths
 
@@ -271,21 +262,18 @@ class AdaptiveController:
             if (reason := explain(probabilities, verification, drafting, batch_size)) is not None:
                 request.spec_stats.suspend(reason)
 
-    def _worth(self, state: State, acceptance: Sequence[float], reached: int | None) -> list[float]:
+    def _worth(self, planned: int, acceptance: Sequence[float]) -> list[float]:
         """Return the acceptance of the tokens of a draft as `plan` is to count it for drafts to come.
 
-        A token that was cut cost no verification, and one that was not drafted no drafting either. So each counts at
-        least as one that would just pay for that. acceptance: of the draft; empty if nothing of it pays.
+        A token that was cut cost no verification, so it counts at least as one that would just pay for it.
+        acceptance: of the draft, which may be shorter or longer than planned; empty if nothing of it pays.
         """
-        count = max(state.planned, len(acceptance))  # a drafter that stops by itself may go beyond the plan
-        verification, drafting = self.latency.table(1, count), state.method.latency.table(count)
-        found, least = [], 1.0
+        count = max(planned, len(acceptance))
+        verification, found, least = self.latency.table(1, count), [], 1.0
         for index in range(count):
-            saved = verification[index + 1] - verification[index]
-            if reached is not None and index >= reached:
-                saved += drafting[index + 1] - drafting[index]
             probability = acceptance[index] if index < len(acceptance) else 0.0
-            least = min(least, max(probability, saved / verification[0]))
+            saved = (verification[index + 1] - verification[index]) / verification[0]
+            least = min(least, max(probability, saved))
             found.append(least)
         return found
 

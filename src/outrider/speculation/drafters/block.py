@@ -160,10 +160,11 @@ class BlockDrafter:
                 newest = last if len(drafting) == len(last) else last[[block.row for block in drafting]]
                 draft = self._draft(contexts, drafting, states, newest)
         self._update_kv(reading)
+        recorded = self._recordings.num_made > num_made
         if draft is None:
-            return DraftBatch([[] for _ in contexts], reached=0)
+            return DraftBatch([[] for _ in contexts], reached=0, recorded=recorded)
         # The pass takes the time of the whole block, wherever the draft ends.
-        return replace(draft, reached=None, recorded=self._recordings.num_made > num_made)
+        return replace(draft, reached=None, recorded=recorded)
 
     @property
     def weight_bytes(self) -> int:
