@@ -39,13 +39,13 @@ class Fake:
         self.widths: list[int] = []
         self.kept: list[int] = []
         self.states: torch.Tensor | None = None
-        self.recorded = False  # calls take 10 seconds longer
+        self.recorded = False  # its calls take longer
 
     def propose(self, contexts: Sequence[DraftContext], last: torch.Tensor, hidden: torch.Tensor | None) -> DraftBatch:
         self.widths += [context.num_draft_tokens for context in contexts]
         if self.clock is not None:
-            self.clock.seconds += 0.1 + 0.05 * max(context.num_draft_tokens for context in contexts)
-            self.clock.seconds += 10.0 * self.recorded
+            each = 10.0 if self.recorded else 0.05
+            self.clock.seconds += 0.1 + each * max(context.num_draft_tokens for context in contexts)
         self.states = hidden
         drafts = [self.says.cut(context.num_draft_tokens) for context in contexts]
         parents = None if self.says.parents is None else [draft.parents or [] for draft in drafts]
