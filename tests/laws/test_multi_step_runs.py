@@ -101,7 +101,7 @@ def test_every_variant_drafts_the_same_in_multi_step_runs(tiny_llm, tmp_path: Pa
     same(tiny_llm(speculate=speculate), tiny_llm(speculate=speculate, decode_steps=3))
 
 
-@FAST
+@pytest.mark.parametrize("tiny_llm", ["cpu"], indirect=True)  # a GPU has CUDA graphs instead
 @pytest.mark.parametrize("name", ["eagle3", "plain"])
 def test_decode_steps_of_a_run_are_replayed_on_the_cpu(tiny_llm, tmp_path: Path, name: str) -> None:
     options = {**tiny_heads.make("eagle3", tmp_path), "adaptive": "no"}
@@ -146,8 +146,11 @@ def test_drafters_that_do_not_pay_are_dropped_before_a_run(
     llm = tiny_llm(speculate=with_options("eagle3", adaptive="yes", **head), decode_steps=4)
     for batch_size in (1, 2):
         llm.engine.spec_manager.controller.latency.observe(batch_size, 0, 1.0)
-    runs, found = [], llm.engine.runner.multi_step.buffers_for
-    monkeypatch.setattr(llm.engine.runner.multi_step, "buffers_for", lambda *key: runs.append(key[0]) or found(*key))
+    runs: list[str] = []  # the drafter of each run
+    planner = llm.engine.runner.multi_step.planner
+    learn, drop = planner.learn, planner.drop
+    monkeypatch.setattr(planner, "learn", lambda name, *rest: runs.append(name) or learn(name, *rest))
+    monkeypatch.setattr(planner, "drop", lambda *rest: runs.append("") or drop(*rest))
     outputs = llm.generate(PROMPTS[:2], params)
     assert [visible(output) for output in outputs] == [visible(output) for output in expected]
     assert runs.count("eagle3") <= (0 if mixed else 2) and runs.count("") >= 5

@@ -239,6 +239,7 @@ def tuned_matmuls() -> Iterator[tuple[str, Callable[[], object]]]:
             matmul.launch(x, matrix, torch.ones(columns), 1e-6, biases, out, tile, activation, False)
         else:
             quantized_matmul.launch(x.to(matrix.compute), matrix, biases, out, activation, False, tile)
+            quantized_matmul.dequantized_rows(matrix, 0, outputs)
 
     for (_, outputs, columns, gated), tile in matmul.TUNED.items():
         yield f"float {outputs}x{columns}", lambda c=columns, g=gated, t=tile: run("float", c, g, t)

@@ -75,7 +75,8 @@ def test_packed_matrices_are_stacked(kinds: list[str], monkeypatch: pytest.Monke
     meant = torch.cat([dequantize(part) for part in weights])
     assert packed.shape == tuple(meant.shape)
     assert packed.batch_invariant
-    assert near(pointwise.dequantized_rows(packed, 0, packed.shape[0]).float(), meant, packed.compute)
+    if packed.kind != "float":
+        assert near(quantized_matmul.dequantized_rows(packed, 0, packed.shape[0]).float(), meant, packed.compute)
     some = matrices.rows(packed, 1, 5)
     assert some.shape == (4, 512)
     assert some.data.data_ptr() == packed.data[1].data_ptr()
@@ -143,7 +144,19 @@ def test_the_gate_of_an_mlp(storage: str, activation: Activation, tokens: int) -
     assert near(found, meant.bfloat16(), torch.bfloat16)
 
 
-@pytest.mark.parametrize("kind", ["q4_k", "q6_k", "q8_0"])
+@pytest.mark.parametrize("kind", ["q4_k", "q5_1", "q6_k", "q8_0", "fp8", "iq4_nl", "mxfp4"])
+def test_rows_of_a_quantized_matrix_are_dequantized(kind: str) -> None:
+    """Ranges of rows that are no whole tiles, and rows that are padded."""
+    columns = 256 if kind in ("q4_k", "q6_k") else 160
+    stored = weight(kind, 75, columns)
+    packed, meant = matrices.matrix(stored), dequantize(stored)
+    for begin, end in ((0, 75), (33, 70), (74, 75), (5, 5)):
+        found = quantized_matmul.dequantized_rows(packed, begin, end)
+        assert found.shape == (end - begin, columns)
+        assert near(found.float(), meant[begin:end], torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", ["q4_k", "q6_k", "q8_0", "fp8"])
 def test_many_rows_dequantize_a_matrix_in_parts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul, "EXPANDED_ROWS", 20)
     stored, x = weight(kind, 50, 256), normal(1, 21, 256)
@@ -151,6 +164,8 @@ def test_many_rows_dequantize_a_matrix_in_parts(kind: str, monkeypatch: pytest.M
     for numbers in (matmul.EXPANDED, 256 * 7):
         monkeypatch.setattr(matmul, "EXPANDED", numbers)
         assert near(matmul.linear(x, matrices.matrix(stored)), meant, torch.bfloat16)
+        before = normal(2, 21, 50)
+        assert near(matmul.matmul(x, matrices.matrix(stored), add=before.clone()), before + meant, torch.bfloat16)
 
 
 @pytest.mark.parametrize(

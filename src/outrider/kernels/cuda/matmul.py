@@ -22,7 +22,7 @@ from . import quantized_matmul
 from .device import INTERPRETED, LAUNCH, fetch, multiply, rounded, wait
 from .epilogue import ROWS, Biases, SplitK, Tiling, finish, fitting_stages
 from .matrices import Matrix
-from .pointwise import dequantized_rows, gate, rms_norm
+from .pointwise import gate, rms_norm
 
 EXPANDED_ROWS = 768  # rows of activations above which a quantized matrix is dequantized for cuBLAS: measured on an H200
 EXPANDED = 1 << 26  # weights that are dequantized at a time
@@ -226,19 +226,14 @@ def _multiply(x: Tensor, matrix: Matrix, out: Tensor, add: bool = False) -> None
 
     A quantized matrix is dequantized in parts.
     """
-    outputs, columns = matrix.shape
-    step = outputs if matrix.kind == "float" else max(EXPANDED // columns, 1)
-    if step >= outputs:
-        _cublas(x, dequantized_rows(matrix, 0, outputs), out, add)
+    if matrix.kind == "float":
+        _cublas(x, matrix.data, out, add)
         return
+    outputs, columns = matrix.shape
+    step = max(EXPANDED // columns, 1)
     for first in range(0, outputs, step):
         last = min(first + step, outputs)
-        part = torch.empty(x.shape[0], last - first, dtype=out.dtype, device=x.device)  # [T, part of N]
-        _cublas(x, dequantized_rows(matrix, first, last), part)
-        if add:
-            out[:, first:last] += part
-        else:
-            out[:, first:last] = part
+        _cublas(x, quantized_matmul.dequantized_rows(matrix, first, last), out[:, first:last], add)
 
 
 def _cublas(x: Tensor, weights: Tensor, out: Tensor, add: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Row-wise and pointwise kernels: norms, embeddings, dequantization, the gate of an MLP."""
+"""Row-wise and pointwise kernels: norms, embeddings, the gate of an MLP."""
 
 from __future__ import annotations
 
@@ -40,17 +40,28 @@ def soft_cap(x: Tensor, cap: float) -> None:
 
 def embed(table: Matrix, tokens: Tensor, scale: float) -> Tensor:
     """Return rows of the table; ids outside it, which only padding has, are clamped."""
-    out = torch.empty(tokens.shape[0], table.shape[1], device=tokens.device)  # [T, E]
-    _read_rows(table, tokens, 0, scale, out)
-    return out
-
-
-def dequantized_rows(matrix: Matrix, begin: int, end: int) -> Tensor:
-    """Return rows begin .. end - 1 in the compute dtype: [end - begin, K]."""
-    if matrix.kind == "float":
-        return matrix.data[begin:end]
-    out = torch.empty(end - begin, matrix.shape[1], dtype=matrix.compute, device=matrix.data.device)
-    _read_rows(matrix, None, begin, 1.0, out)
+    count, columns = tokens.shape[0], table.shape[1]
+    out = torch.empty(count, columns, device=tokens.device)  # [T, E]
+    if count:
+        _embed_row[(count, triton.cdiv(columns, BLOCK))](
+            tokens,
+            table.data,
+            table.scales,
+            table.channel,
+            out,
+            table.shape[0],
+            columns,
+            table.data.shape[1],
+            0 if table.scales is None else table.scales.stride(0),
+            scale,
+            kind=table.kind,
+            span=table.span,
+            groups=table.groups,
+            paired=table.paired,
+            table=table.table,
+            block=BLOCK,
+            **LAUNCH,
+        )
     return out
 
 
@@ -101,40 +112,14 @@ def capped(value, cap):
     return cap * (2 * tl.sigmoid(2 * value / cap) - 1)
 
 
-def _read_rows(matrix: Matrix, tokens: Tensor | None, begin: int, scale: float, out: Tensor) -> None:
-    count, columns = out.shape
-    if count:
-        _dequantize_row[(count, triton.cdiv(columns, BLOCK))](
-            tokens,
-            matrix.data,
-            matrix.scales,
-            matrix.channel,
-            out,
-            begin,
-            matrix.shape[0],
-            columns,
-            matrix.data.shape[1],
-            0 if matrix.scales is None else matrix.scales.stride(0),
-            scale,
-            kind=matrix.kind,
-            span=matrix.span,
-            groups=matrix.groups,
-            paired=matrix.paired,
-            table=matrix.table,
-            block=BLOCK,
-            **LAUNCH,
-        )
-
-
 @triton.jit
-def _dequantize_row(
-    tokens,  # [count] int32: row ids; None: consecutive rows from `begin`
+def _embed_row(
+    tokens,  # [T] int32: row ids
     data,
     scales,
     channel,
     out,
-    begin,
-    count,
+    count,  # rows of the table
     columns,
     stride,  # elements of a row of `data`
     scale_stride,  # entries of a chunk of all rows
@@ -148,9 +133,7 @@ def _dequantize_row(
 ):
     wait()
     row = tl.program_id(0).to(tl.int64)
-    line = begin + row
-    if tokens is not None:
-        line = tl.minimum(tl.maximum(tl.load(tokens + row), 0), count - 1).to(tl.int64)
+    line = tl.minimum(tl.maximum(tl.load(tokens + row), 0), count - 1).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < columns
     if kind == "float":

@@ -58,6 +58,7 @@ class TileShape(NamedTuple):
 EMULATED_TILING = Tiling(128, PADDED, 4, 1)  # in the interpreter a tile costs the same whatever its size
 # For shapes that TUNED lacks, by the rows of activations per program.
 USUAL = {ROWS: Tiling(64, 256, 4, 3), 64: Tiling(128, 128, 8, 4, rows=64), 128: Tiling(128, 128, 8, 3, rows=128)}
+DEQUANTIZED = 32  # rows of the matrix that a program dequantizes
 PROGRAMS = 200  # with fewer, columns are split, if programs have few rows
 FEWEST_STEPS = 4  # iterations of a program's loop that split-k leaves
 # Matrices of Llama-3.1-8B as N, K, gated: qkv, attention output, gate and up, down, LM head.
@@ -169,6 +170,54 @@ def launch(
         num_stages=fitting_stages(tile, matrix, x.dtype, activation is not None),
         **LAUNCH,
     )
+
+
+def dequantized_rows(matrix: Matrix, begin: int, end: int) -> Tensor:
+    """Return rows begin .. end - 1 as bf16: [end - begin, K]."""
+    out = torch.empty(end - begin, matrix.shape[1], dtype=matrix.compute, device=matrix.data.device)
+    if end > begin:
+        chunks = PADDED // matrix.chunk
+        grid = (triton.cdiv(end - begin, DEQUANTIZED), matrix.data.shape[1] // (chunks * matrix.span))
+        dequantize_tile[grid](
+            Words(matrix.data, matrix.scales, matrix.channel),
+            out,
+            begin,
+            end,
+            matrix.shape[1],
+            matrix.data.shape[1],
+            0 if matrix.scales is None else matrix.scales.stride(0),
+            format=format_of(matrix),
+            row_block=DEQUANTIZED,
+            chunks=chunks,
+            **LAUNCH,
+        )
+    return out
+
+
+@triton.jit
+def dequantize_tile(
+    words,
+    out,  # [end - begin, columns] bf16
+    begin,
+    end,
+    columns,
+    stride,  # words of a row
+    scale_stride,  # entries of a chunk of all rows
+    format: tl.constexpr,
+    row_block: tl.constexpr,
+    chunks: tl.constexpr,
+):
+    wait()
+    row = tl.program_id(0) * row_block + tl.arange(0, row_block)
+    line = tl.minimum(begin + row, end - 1).to(tl.int64)
+    weights = read_tile(words, line, tl.program_id(1), stride, scale_stride, chunks, format)
+    if words.channel is not None:
+        weights = rounded(weights.to(tl.float32) * tl.load(words.channel + line)[:, None], tl.bfloat16)
+    column = tl.program_id(1) * weights.shape[1] + tl.arange(0, weights.shape[1])
+    kept = (begin + row < end)[:, None]
+    if not format.even:
+        kept = kept & (column < columns)[None, :]
+    tl.store(out + row.to(tl.int64)[:, None] * columns + column[None, :], rounded(weights, tl.bfloat16), mask=kept)
 
 
 # One binary for any number of rows, so that a row's result does not depend on it.
