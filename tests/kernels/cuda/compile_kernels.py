@@ -180,7 +180,7 @@ def launches(with_common: bool) -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def attention_cases() -> list[Case]:
-    """Return the attention of common models, with tiles of decode steps and of prompts."""
+    """Return the attention of common models, with tiles of decode steps, of drafts and of prompts."""
     from outrider.kernels.cases.inputs import Shape
     from outrider.kernels.cases.layers import attend
 
@@ -189,7 +189,7 @@ def attention_cases() -> list[Case]:
         for size in (64, 128, 256)
         for shape in [Shape(width=64, heads=8, kv_heads=2, head_dim=size)]
         for dtype in (torch.float16, torch.int8, torch.float8_e4m3fn)
-        for count in (1, 256, 1024)
+        for count in (1, 5, 16, 256, 1024)
     ]
 
 

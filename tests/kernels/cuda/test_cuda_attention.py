@@ -143,6 +143,31 @@ def test_trees_are_those_of_the_reference(heads: Heads, dtype: torch.dtype) -> N
     assert difference(found, meant(queries, heads, batch, pages)) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("name", ["fast", "window", "soft cap", "sinks", "hidden", "blocks", "twenty heads"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
+@pytest.mark.parametrize("strips", [2, 5])
+def test_long_rows_have_one_chunk_for_each_strip(
+    name: str, dtype: torch.dtype, strips: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = replace(SEEN[name], batch_invariant=False, window=SEEN[name].window and 900)
+    batch = inputs.random_batch(inputs.generator(7), ((1400, 5), (700, 1), (20, 7), (1023, 1)))
+    launched = []
+    attend = paged_attention._attend
+
+    class Noted:
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            launched.append(grid)
+            return attend[grid]
+
+    monkeypatch.setattr(paged_attention, "_attend", Noted())
+    pages, queries = storage(batch, heads, dtype), random_queries(batch, heads)
+    run(queries, heads, batch, pages)
+    monkeypatch.setattr(paged_attention, "BUSY", strips * launched[0][0])
+    found = run(queries, heads, batch, pages)
+    assert launched[1][2] == strips
+    assert difference(found, meant(queries, heads, batch, pages)) < TOLERANCE[dtype]
+
+
 # Rows of padding divide what was in the memory before; their results are not read.
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
 @pytest.mark.parametrize(
@@ -164,7 +189,7 @@ def test_batch_tables_padding_and_splits_change_no_bit(
     with monkeypatch.context() as patch:
         patch.setattr(paged_attention, "BUSY", 0)  # one program walks all chunks
         assert torch.equal(run(queries, heads, batch, pages), whole)
-        patch.setattr(paged_attention, "BUSY", 7)  # two share them
+        patch.setattr(paged_attention, "BUSY", 14)  # two share them
         assert torch.equal(run(queries, heads, replace(batch, page_tables=wider), pages), whole)
 
     for row, (begin, end) in enumerate(zip(batch.query_starts.tolist(), batch.query_starts.tolist()[1:], strict=False)):

@@ -38,11 +38,12 @@ NARROW, WIDE, WIDEST = 16, 64, 256  # lines in a query tile, each a token and on
 PROMPT, LONG = 64, 1024  # average tokens per row from which wide tiles are faster, and the widest
 HOPPER_MEMORY = 200 << 10  # bytes of shared memory; the widest tiles do not fit into those of smaller GPUs
 FEW = 2  # up to this many chunks, splitting and combining costs more than it saves
-BUSY = 512  # programs that fill the GPU: with more, each takes all chunks of its row
+BUSY = 256  # programs that fill the GPU: with fewer, the chunks of a row are split among several
 SCRATCH = 1 << 28  # largest scratch memory of split chunks, bytes
 WARPS, STAGES = 4, 5  # stages: page table, then keys and values two tiles ahead
-LARGE, LARGE_WARPS, LARGE_STAGES = 128, 8, 3  # the same for heads of at least LARGE dimensions and for wide tiles
+LARGE, LARGE_WARPS, LARGE_STAGES = 128, 8, 3  # the same for heads of more than LARGE dimensions and for wide tiles
 LINES_PER_WARP = 16  # of wide tiles of smaller heads
+COMBINED = 64  # chunks that are combined at a time, if the order of sums does not matter
 BRANCHES = 4  # tree tokens in a query tile: each reads its own branch
 LOG2E = 1.4426950408889634
 # Weights times the scales of values are rounded to halves: 512 times as large, they lose no more bits to underflow than
@@ -83,6 +84,7 @@ class Variant(NamedTuple):
     in_tile: int  # tokens in a query tile
     block: int  # keys in a tile
     chunk: int  # positions in a chunk
+    balanced: bool  # chunks of a row are longer, if one for each strip suffices
     causal: bool
     anchored: bool
     trees: bool
@@ -135,14 +137,19 @@ def paged_attention(
     )
     widest = padded <= LARGE and tokens >= LONG * rows and shared_memory() >= HOPPER_MEMORY
     lines = NARROW if not wide else WIDEST if widest else WIDE
+    if not (wide or heads.batch_invariant) and batch.parents is None and dtype is not torch.float32:
+        # One tile holds all tokens of a row, so that its keys are read once.
+        lines = min(max(lines, triton.next_power_of_2(-(-tokens // rows) * group)), WIDE)
     tile = max(lines, triton.next_power_of_2(group))
     in_tile = tile // group if batch.parents is None else min(tile // group, BRANCHES)
     new_rows = 0 if rope is None else triton.next_power_of_2(in_tile)
     tiles = tokens // in_tile + rows  # an upper bound: the last tile of a row may not be full
     chunks, programs = -(-width * page // CHUNK), tiles * heads.kv
-    split = not wide and chunks > FEW and programs < BUSY and 4 * chunks * tokens * heads.count * heads.size <= SCRATCH
-    strips = min(chunks, 2 * BUSY // programs) if split else 1
-    warps, stages = (LARGE_WARPS, LARGE_STAGES) if wide or padded >= LARGE else (WARPS, STAGES)
+    strips = min(chunks, BUSY // programs)  # programs for a row
+    fits = 4 * chunks * tokens * heads.count * heads.size <= SCRATCH
+    split = not wide and chunks > FEW and strips > 1 and fits
+    strips = strips if split else 1
+    warps, stages = (LARGE_WARPS, LARGE_STAGES) if wide or padded > LARGE else (WARPS, STAGES)
     if wide and padded <= LARGE:
         warps = lines // LINES_PER_WARP
     device = queries.device
@@ -189,6 +196,7 @@ def paged_attention(
             in_tile=in_tile,
             block=_block(padded * max(dtype.itemsize, 2)),  # quantized keys become halves
             chunk=ENDLESS if wide else CHUNK,
+            balanced=split and not heads.batch_invariant,
             causal=heads.causal,
             anchored=heads.anchored,
             trees=batch.parents is not None,
@@ -203,13 +211,13 @@ def paged_attention(
         **LAUNCH,
     )
     if split:
-        _combine[(tokens, heads.kv)](
+        _combine[(tokens, heads.count)](
             parts,
             out,
             heads.sinks,
             tokens,
             chunks,
-            lines=triton.next_power_of_2(group),
+            at_once=1 if heads.batch_invariant else COMBINED,
             shape=shape,
             num_warps=4,
             enable_fp_fusion=False,
@@ -255,7 +263,6 @@ def _attend(
     tile: tl.constexpr = variant.tile
     in_tile: tl.constexpr = variant.in_tile
     block: tl.constexpr = variant.block
-    chunk: tl.constexpr = variant.chunk
     split: tl.constexpr = variant.split
     new_rows: tl.constexpr = variant.new_rows
     group: tl.constexpr = heads // kv_heads
@@ -275,6 +282,7 @@ def _attend(
         batch, row, begin, own, valid, window, skip, width * page, variant.causal, variant.anchored
     )  # [tile] each; empty for invalid lines
     lowest, highest = tl.min(tl.where(first <= last, first, 0x7FFFFFFF), 0), tl.max(last, 0)
+    chunk = chunk_length(lowest, highest, strips, variant)
     own_chunk = tl.minimum(first, last) // chunk  # [tile]: the first chunk of each line
     from_chunk, to_chunk = tl.min(tl.where(valid, own_chunk, 0x7FFFFFFF), 0), highest // chunk + 1
     if new_rows > 0:
@@ -352,38 +360,44 @@ def _combine(
     sinks,  # or None
     tokens,
     chunks,
-    lines: tl.constexpr,
+    at_once: tl.constexpr,
     shape: tl.constexpr,
 ):
-    """Combine the chunks of one token and one KV head."""
-    heads: tl.constexpr = shape.heads
-    group: tl.constexpr = heads // shape.kv_heads
+    """Combine the chunks of one token and one head; one at a time (`at_once`) in the order of a single program."""
     size: tl.constexpr = shape.size
     padded: tl.constexpr = shape.padded
+    heads: tl.constexpr = shape.heads
+    unroll: tl.constexpr = 4 if at_once == 1 else 1
     wait()
-    token = tl.program_id(0)
+    token, own = tl.program_id(0), tl.program_id(1)
     # Nothing was stored for padding tokens. Bound both numbers: their difference must not overflow.
     from_chunk = tl.minimum(tl.maximum(tl.load(parts.spans + 2 * token), 0), chunks)
     to_chunk = tl.minimum(tl.maximum(tl.load(parts.spans + 2 * token + 1), -1), chunks - 1) + 1
     if to_chunk - from_chunk < 2:
         return
-    line, dim = tl.arange(0, lines), tl.arange(0, padded)
-    valid = line < group
-    inside = valid[:, None] & (dim < size)[None, :]
-    own = tl.program_id(1) * group + line  # [lines]: head of the token
-    head = token.to(tl.int64) * heads + own  # [lines]
-    at = head[:, None] * size + dim[None, :]
-    top = tl.full([lines], float("-inf"), tl.float32)
-    total = tl.zeros([lines], tl.float32)
-    mixed = tl.zeros([lines, padded], tl.float32)
+    dim = tl.arange(0, padded)
+    head = token.to(tl.int64) * heads + own
+    top = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    mixed = tl.zeros([1, padded], tl.float32)
     stride = tokens.to(tl.int64) * heads
-    for index in tl.range(loop_bound(from_chunk), loop_bound(to_chunk), loop_unroll_factor=4):
-        part_top = tl.load(parts.sums + 2 * (index * stride + head), mask=valid, other=0.0)
-        part_total = tl.load(parts.sums + 2 * (index * stride + head) + 1, mask=valid, other=1.0)
-        part_mixed = tl.load(parts.mixed + index * stride * size + at, mask=inside, other=0.0)
-        top, total, mixed = merge_softmax(top, total, mixed, part_top, part_total, part_mixed)
-    mean = weighted_mean(top, total, mixed, sinks, own, valid)
-    tl.store(out + at, rounded(mean, out.dtype.element_ty), mask=inside)
+    for start in tl.range(loop_bound(from_chunk), loop_bound(to_chunk), at_once, loop_unroll_factor=unroll):
+        index = start + tl.arange(0, at_once)
+        known = index < to_chunk
+        at = index * stride + head  # [at_once]
+        part_top = tl.load(parts.sums + 2 * at, mask=known, other=float("-inf"))
+        part_total = tl.load(parts.sums + 2 * at + 1, mask=known, other=0.0)
+        inside = known[:, None] & (dim < size)[None, :]
+        part_mixed = tl.load(parts.mixed + at[:, None] * size + dim[None, :], mask=inside, other=0.0)
+        higher = tl.max(part_top, 0)
+        weight = tl.exp2(part_top - tl.where(higher == float("-inf"), 0.0, higher))
+        summed = tl.sum(part_mixed * weight[:, None], 0)[None, :]
+        top, total, mixed = merge_softmax(
+            top, total, mixed, higher + tl.zeros([1], tl.float32), tl.sum(part_total * weight, 0), summed
+        )
+    mean = weighted_mean(top, total, mixed, sinks, own + tl.zeros([1], tl.int32), tl.full([1], True, tl.int1))
+    at = head * size + dim[None, :]
+    tl.store(out + at, rounded(mean, out.dtype.element_ty), mask=(dim < size)[None, :])
 
 
 @triton.jit
@@ -395,6 +409,17 @@ def row_of(query_starts, rows, tile_index, in_tile: tl.constexpr):
         after = tl.load(query_starts + middle) // in_tile + middle > tile_index
         low, high = tl.where(after, low, middle), tl.where(after, middle, high)
     return low
+
+
+@triton.jit
+def chunk_length(lowest, highest, strips, variant: tl.constexpr):
+    """Return the positions in a chunk of a row that attends to positions from `lowest` to `highest`."""
+    chunk = variant.chunk
+    if variant.balanced:
+        block: tl.constexpr = variant.block
+        share = (highest - lowest + strips) // strips
+        chunk = tl.maximum(chunk, (share + block - 1) // block * block)
+    return chunk
 
 
 @triton.jit
