@@ -72,6 +72,30 @@ def test_widths_follow_what_was_kept(planner: RunPlanner, kept: int, least: int,
     assert least <= planner.width("draft", [one]) <= most
 
 
+@pytest.mark.parametrize("kept", [1, 2, 3])
+@pytest.mark.parametrize("steep", [128, 192, 320], ids=lambda rows: f"steps are long from {rows} rows on")
+def test_the_width_of_a_run_is_the_fastest_of_those_that_have_graphs(kept: int, steep: int) -> None:
+    """Between two of them, the nearest one may have far more rows than pay."""
+
+    def seconds(rows: int) -> float:
+        return 5.0 + 0.02 * rows + 0.1 * max(rows - steep, 0)
+
+    def speed(width: int) -> float:
+        return (1 + min(kept, width)) / (seconds(64 * (width + 1)) + 0.4 + 0.3 * width)
+
+    planner, texts = new_planner(), [request() for _ in range(64)]
+    for _ in range(2):
+        for width in run_widths(MOST):
+            planner.observe_latency("draft", 64, width, marks(seconds(64 * (width + 1)), 0.4 + 0.3 * width))
+    rows = [Row(one, 0, [0], sample=True) for one in texts]
+    for width in (MOST, MOST, 4, 2, 1):
+        parts = [DecodeStep(Draft([7] * width), [7] * min(kept, width) + [3]) for _ in range(16)]
+        result = RowResult([token for part in parts for token in part.tokens], decode_steps=parts, passes=16)
+        times = marks(seconds(64 * (width + 1)), 0.4 + 0.3 * width)
+        planner.learn("draft", rows, [result] * len(rows), width, times)
+    assert speed(planner.width("draft", texts)) >= 0.97 * max(map(speed, run_widths(MOST)))
+
+
 def test_a_run_that_was_not_timed_teaches_no_costs(planner: RunPlanner) -> None:
     before = planner.controller.latency.seconds(1, 7)
     parts = [DecodeStep(Draft([7] * 7), [3])] * 16
@@ -91,7 +115,7 @@ def test_a_step_with_the_host_is_no_measure_of_rounds(planner: RunPlanner) -> No
 
 
 def test_records_are_made_for_a_few_widths() -> None:
-    assert run_widths(4) == [0, 1, 3, 4] and run_widths(1) == [0, 1]
+    assert run_widths(4) == [0, 1, 2, 3, 4] and run_widths(1) == [0, 1]
     assert set(run_widths(100)) == {0, *WIDTHS, 100}
 
 

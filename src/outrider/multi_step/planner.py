@@ -16,7 +16,7 @@ from ..speculation.manager import SpeculationManager
 from ..types import DecodeStep, FinishReason
 from .state import DecodeState, MultiStepDrafter, StepDrafter
 
-WIDTHS = (1, 3, 7, 15, 31)  # tokens drafted in a run, beside a method's maximum: each has CUDA graphs of its own
+WIDTHS = (1, 2, 3, 7, 15, 31)  # tokens drafted in a run, beside a method's maximum: each has CUDA graphs of its own
 MIN_STEPS = 2  # decode steps of a run, at least
 MAX_SECONDS = 0.25  # of a run, at most: new requests wait until its end
 HOST_RATE = 0.2  # weight of a new measurement of the host's time
@@ -55,8 +55,7 @@ class RunPlanner:
         ]
         if not all(map(self.spec_manager.adapts, requests)):
             return max(limits)
-        best = max(self.controller.plan(requests, limits, others))
-        return min(run_widths(max(limits)), key=lambda width: (abs(width - best), -width))
+        return self.controller.plan_alike(requests, limits, run_widths(max(limits)), others)
 
     def drops(self, name: str, requests: Sequence[Request], others: int, decode_steps: int) -> bool:
         """Return whether requests that draft nothing in the next run continue without their drafter.

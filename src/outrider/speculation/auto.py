@@ -39,12 +39,19 @@ class Candidate:
         return None if self.ships and shipped.find(model, self.method) is None else self.method
 
 
-# By backend; on the CPU by instruction-set level, where one has a line of its own. avx512: two threads of a Xeon with
-# AVX-512 and VNNI. cpu: two cores of Neoverse-N1, for heads the lower figure of it and of two threads of a Xeon with
-# AMX. cuda: an H200. `suffix` is no candidate, although it is as fast as `ngram`: it drafts from the answers of other
-# requests, and a client that asks for a trace sees all drafts. On a GPU, lookups were not measured. `mtp`: the figures
-# of other engines (CPU: OpenVINO; GPU: SGLang, DeepSeek-R1), because no checkpoint with trained modules was at hand.
+# By backend; on the CPU by instruction-set level, where one has a line of its own. amx, avx512: two threads of a Xeon,
+# the latter with VNNI; `draft_model` with AMX: 16 threads. cpu: two cores of Neoverse-N1. cuda: an H200. `suffix` is no
+# candidate, although it is as fast as `ngram`: it drafts from the answers of other requests, and a client that asks for
+# a trace sees all drafts. On a GPU, lookups were not measured. `mtp`: the figures of other engines (CPU: OpenVINO; GPU:
+# SGLang, DeepSeek-R1), because no checkpoint with trained modules was at hand.
 CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
+    "amx": (
+        Candidate("dspark", 1.51, ships=True),
+        Candidate("ngram", 1.29),
+        Candidate("mtp", 1.28, inside=True),
+        Candidate("eagle3", 1.27, ships=True),
+        Candidate("draft_model", 0.986, target="qwen2.5-coder-1.5b", draft_model="qwen2.5-coder-0.5b"),
+    ),
     "avx512": (
         Candidate("dspark", 1.33, ships=True),
         Candidate("mtp", 1.28, inside=True),
@@ -55,8 +62,8 @@ CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
     "cpu": (
         Candidate("mtp", 1.28, inside=True),
         Candidate("ngram", 1.04),
-        Candidate("eagle3", 0.97, ships=True),
-        Candidate("dspark", 0.96, ships=True),
+        Candidate("dspark", 1.00, ships=True),
+        Candidate("eagle3", 0.99, ships=True),
         Candidate("draft_model", 0.978, target="qwen2.5-coder-1.5b", draft_model="qwen2.5-coder-0.5b"),
     ),
     "cuda": (

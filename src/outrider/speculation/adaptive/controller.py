@@ -203,6 +203,24 @@ class AdaptiveController:
             state.skipped = 0 if width and not state.probes else state.skipped + 1
         return widths
 
+    def plan_alike(
+        self, requests: Sequence[Request], limits: Sequence[int], widths: Sequence[int], others: int = 0
+    ) -> int:
+        """Return how many tokens all requests draft: the fastest of `widths`, or one to probe; otherwise as `plan`."""
+        planned = self.plan(requests, limits, others)
+        if not any(planned):
+            return 0
+        states, batch_size, most = [self._state(request) for request in requests], len(requests) + others, max(widths)
+        verification, drafting = self.latency.table(batch_size, len(requests) * most), self._drafting(requests[0], most)
+        acceptance = [state.rates.acceptance(limit) for state, limit in zip(states, limits, strict=True)]
+
+        def speed(width: int) -> float:
+            expected = batch_size + sum(sum(probabilities[:width]) for probabilities in acceptance)
+            return expected / (verification[len(requests) * width] + drafting[width])
+
+        probed = max((width for state, width in zip(states, planned, strict=True) if state.probes), default=0)
+        return max(widths, key=speed) or probed
+
     def trim(self, requests: Sequence[Request], drafts: Sequence[Draft | None], others: int = 0) -> list[int]:
         """Return how many tokens of each draft pay: those that bring more than their verification costs."""
         states = [self._state(request) for request in requests]
