@@ -1,10 +1,10 @@
 """Paged attention: prefill, decoding, chains, trees and blocks in one kernel.
 
 A program takes a tile of queries (some tokens of one row, all query heads of one KV head) and iterates over tiles of
-keys that are aligned to absolute positions. Key tiles are combined into chunks of fixed length, chunks into the result,
-in ascending order; tiles and chunks outside a query's range change none of its bits. So a token's result does not
-depend on its batch, on the width of the page table, or on how the chunks of a row are split over programs. Wide tiles,
-for long prompts, use no chunks.
+keys that are aligned to absolute positions. Key tiles are combined into chunks, chunks into the result; those outside a
+query's range change none of its bits. In a batch-invariant layer all chunks have the same length and are combined in
+ascending order. So a token's result does not depend on its batch, on the width of the page table, or on how the chunks
+of a row are split over programs. In other layers each program takes one chunk. Wide tiles, for long prompts, use none.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Chunks(NamedTuple):
 
     mixed: Tensor  # [chunks, T, H * D] f32: weighted sums of values
     sums: Tensor  # [chunks, T, H, 2] f32: the largest score, the sum of weights
-    spans: Tensor  # [T, 2] int32: the first and the last chunk of a token
+    spans: Tensor  # [T, 2] int32: the first and the last chunk of a token; balanced ones count from those of its tile
 
 
 class Variant(NamedTuple):
@@ -146,7 +146,8 @@ def paged_attention(
     tiles = tokens // in_tile + rows  # an upper bound: the last tile of a row may not be full
     chunks, programs = -(-width * page // CHUNK), tiles * heads.kv
     strips = min(chunks, BUSY // programs)  # programs for a row
-    fits = 4 * chunks * tokens * heads.count * heads.size <= SCRATCH
+    stored = chunks if heads.batch_invariant else strips + 1  # the first position may be within a chunk
+    fits = 4 * stored * tokens * heads.count * heads.size <= SCRATCH
     split = not wide and chunks > FEW and strips > 1 and fits
     strips = strips if split else 1
     warps, stages = (LARGE_WARPS, LARGE_STAGES) if wide or padded > LARGE else (WARPS, STAGES)
@@ -160,8 +161,8 @@ def paged_attention(
     parts = Chunks(out, out, batch.slots)  # placeholders, used only if chunks are split
     if split:
         parts = Chunks(
-            torch.empty((chunks, *out.shape), dtype=torch.float32, device=device),
-            torch.empty((chunks, tokens, heads.count, 2), dtype=torch.float32, device=device),
+            torch.empty((stored, *out.shape), dtype=torch.float32, device=device),
+            torch.empty((stored, tokens, heads.count, 2), dtype=torch.float32, device=device),
             torch.empty((tokens, 2), dtype=torch.int32, device=device),
         )
     shape = HeadShape(heads.count, heads.kv, heads.size, padded, page, pages.key_scales is not None)
@@ -216,7 +217,7 @@ def paged_attention(
             out,
             heads.sinks,
             tokens,
-            chunks,
+            stored,
             at_once=1 if heads.batch_invariant else COMBINED,
             shape=shape,
             num_warps=4,
@@ -285,6 +286,7 @@ def _attend(
     chunk = chunk_length(lowest, highest, strips, variant)
     own_chunk = tl.minimum(first, last) // chunk  # [tile]: the first chunk of each line
     from_chunk, to_chunk = tl.min(tl.where(valid, own_chunk, 0x7FFFFFFF), 0), highest // chunk + 1
+    base = lowest // chunk if variant.balanced else 0  # the chunk that is stored first
     if new_rows > 0:
         cosine, sine = load_angles(tables, batch.positions, own, valid, limit, shape)  # [tile, D]
         new = token + tl.arange(0, new_rows)  # the tile's tokens
@@ -295,8 +297,8 @@ def _attend(
         here = tl.program_id(2)
         if here == 0:
             leads = valid & (line % group == 0) & (kv_head == 0)
-            tl.store(parts.spans + 2 * own, own_chunk, mask=leads)
-            tl.store(parts.spans + 2 * own + 1, last // chunk, mask=leads)
+            tl.store(parts.spans + 2 * own, own_chunk - base, mask=leads)
+            tl.store(parts.spans + 2 * own + 1, last // chunk - base, mask=leads)
         from_chunk = here + tl.maximum((from_chunk - here + strips - 1) // strips, 0) * strips  # every strips-th
         if from_chunk >= to_chunk:  # never true for all programs: even an empty line has a chunk
             return
@@ -336,7 +338,7 @@ def _attend(
         )
         if split:
             single = own_chunk == last // chunk  # [tile]: one chunk, nothing to combine
-            part = (index * tokens.to(tl.int64) + own) * heads + head  # [tile]
+            part = ((index - base) * tokens.to(tl.int64) + own) * heads + head  # [tile]
             shared = valid & (own_chunk <= index) & (last // chunk >= index) & (own_chunk < last // chunk)
             tl.store(parts.sums + 2 * part, part_top, mask=shared)
             tl.store(parts.sums + 2 * part + 1, part_total, mask=shared)
