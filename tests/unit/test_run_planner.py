@@ -72,8 +72,8 @@ def test_widths_follow_what_was_kept(planner: RunPlanner, kept: int, least: int,
     assert least <= planner.width("draft", [one]) <= most
 
 
-@pytest.mark.parametrize("kept", [1, 2, 3])
-@pytest.mark.parametrize("steep", [128, 192, 320], ids=lambda rows: f"steps are long from {rows} rows on")
+@pytest.mark.parametrize("kept", [1, 2, 3, 5])
+@pytest.mark.parametrize("steep", [128, 192, 320, 384], ids=lambda rows: f"steps are long from {rows} rows on")
 def test_the_width_of_a_run_is_the_fastest_of_those_that_have_graphs(kept: int, steep: int) -> None:
     """Between two of them, the nearest one may have far more rows than pay."""
 
@@ -94,6 +94,18 @@ def test_the_width_of_a_run_is_the_fastest_of_those_that_have_graphs(kept: int, 
         times = marks(seconds(64 * (width + 1)), 0.4 + 0.3 * width)
         planner.learn("draft", rows, [result] * len(rows), width, times)
     assert speed(planner.width("draft", texts)) >= 0.97 * max(map(speed, run_widths(MOST)))
+
+
+@pytest.mark.parametrize(("easy", "widths"), [(1, [1, 0, 0]), (64, [MOST] * 3)])
+def test_one_text_of_many_does_not_make_all_draft(easy: int, widths: list[int]) -> None:
+    """A run drafts as many tokens for every request. The first one may be a probe of the others."""
+    planner, texts = new_planner(), [request() for _ in range(64)]
+    for each in (*run_widths(MOST), *run_widths(MOST)):
+        planner.observe_latency("draft", 64, each, marks(5.0 + 0.05 * 64 * each, 0.4))
+    for number, one in enumerate(texts):
+        for _ in range(4):
+            run(planner, one, MOST, MOST if number < easy else 0)
+    assert [planner.width("draft", texts) for _ in widths] == widths
 
 
 def test_a_run_that_was_not_timed_teaches_no_costs(planner: RunPlanner) -> None:

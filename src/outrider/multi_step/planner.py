@@ -55,7 +55,7 @@ class RunPlanner:
         ]
         if not all(map(self.spec_manager.adapts, requests)):
             return max(limits)
-        return self.controller.plan_alike(requests, limits, run_widths(max(limits)), others)
+        return self.controller.plan_uniform(requests, limits, run_widths(max(limits)), others)
 
     def drops(self, name: str, requests: Sequence[Request], others: int, decode_steps: int) -> bool:
         """Return whether requests that draft nothing in the next run continue without their drafter.

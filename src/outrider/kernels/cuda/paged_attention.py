@@ -74,7 +74,7 @@ class Chunks(NamedTuple):
 
     mixed: Tensor  # [chunks, T, H * D] f32: weighted sums of values
     sums: Tensor  # [chunks, T, H, 2] f32: the largest score, the sum of weights
-    spans: Tensor  # [T, 2] int32: the first and the last chunk of a token; balanced ones count from those of its tile
+    spans: Tensor  # [T, 2] int32: the first and the last chunk of a token, as indices into `mixed` and `sums`
 
 
 class Variant(NamedTuple):
@@ -84,7 +84,7 @@ class Variant(NamedTuple):
     in_tile: int  # tokens in a query tile
     block: int  # keys in a tile
     chunk: int  # positions in a chunk
-    balanced: bool  # chunks of a row are longer, if one for each strip suffices
+    balanced: bool  # a row is cut into one chunk for each of its programs, of at least `chunk` positions
     causal: bool
     anchored: bool
     trees: bool
@@ -286,7 +286,7 @@ def _attend(
     chunk = chunk_length(lowest, highest, strips, variant)
     own_chunk = tl.minimum(first, last) // chunk  # [tile]: the first chunk of each line
     from_chunk, to_chunk = tl.min(tl.where(valid, own_chunk, 0x7FFFFFFF), 0), highest // chunk + 1
-    base = lowest // chunk if variant.balanced else 0  # the chunk that is stored first
+    base = lowest // chunk if variant.balanced else 0  # the chunk with index 0 in `parts`
     if new_rows > 0:
         cosine, sine = load_angles(tables, batch.positions, own, valid, limit, shape)  # [tile, D]
         new = token + tl.arange(0, new_rows)  # the tile's tokens

@@ -203,10 +203,13 @@ class AdaptiveController:
             state.skipped = 0 if width and not state.probes else state.skipped + 1
         return widths
 
-    def plan_alike(
+    def plan_uniform(
         self, requests: Sequence[Request], limits: Sequence[int], widths: Sequence[int], others: int = 0
     ) -> int:
-        """Return how many tokens all requests draft: the fastest of `widths`, or one to probe; otherwise as `plan`."""
+        """Return how many tokens each request drafts if all must draft as many: the fastest of `widths`.
+
+        If that is 0, a probe that `plan` wants is made for all of them.
+        """
         planned = self.plan(requests, limits, others)
         if not any(planned):
             return 0
