@@ -36,7 +36,7 @@ help:
 	@echo "make test-clients  third-party clients against the server"
 	@echo "make test-i8mm     kernels of level i8mm in an emulator, on ARM (apt install qemu-user; 6 minutes)"
 	@echo "make test-cuda     kernels, invariants, CUDA graphs and a soak test on a GPU"
-	@echo "make sanitize-cuda the kernels of speculation under compute-sanitizer"
+	@echo "make sanitize-cuda the kernels of speculation and of attention under compute-sanitizer"
 	@echo "make check         ruff, mypy, import-linter, file sizes, generated pages"
 	@echo "make format        format the code with ruff"
 	@echo "make docs          the documentation as a site in build/site"
@@ -109,6 +109,8 @@ test-cuda:
 sanitize-cuda:
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=src \
 	compute-sanitizer --error-exitcode 1 $(gpu_python) tools/sanitize_kernels.py
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=src OUTRIDER_TEST_BACKENDS=cuda \
+	compute-sanitizer --error-exitcode 1 $(gpu_python) -m pytest -q tests/kernels/cuda/test_cuda_attention.py
 
 quick-check: $(VENV)/.developer
 	$(bin)/ruff check $(sources)

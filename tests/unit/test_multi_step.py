@@ -16,7 +16,7 @@ from outrider import LLM, SamplingParams
 from outrider.device import Cpu
 from outrider.multi_step.loop import as_draft, read_results
 from outrider.multi_step.planner import MAX_SECONDS, MIN_STEPS, RunLength, best_length
-from outrider.multi_step.progress import MIN_QUEUED, QUEUED_SECONDS, RunOutputs, queued_steps
+from outrider.multi_step.progress import ENDED_ROWS, MIN_QUEUED, QUEUED_SECONDS, RunOutputs, queued_steps
 from outrider.request import Request, Row, RowResult, Step
 from outrider.scheduler import Scheduler
 from outrider.types import DecodeStep, Draft, FinishReason
@@ -339,7 +339,7 @@ class Queue(Cpu):
 
 def follow(requests: list[Request], width: int, accepted: list[list[int]], queued: int, token: int = 7) -> Queue:
     """Run as many steps as the texts need; accepted: draft tokens that each step accepts, by row."""
-    device, output = Queue(), torch.zeros(4, 2 + 2 * width, dtype=torch.int32)
+    device, output = Queue(), torch.zeros(len(requests) + 3, 2 + 2 * width, dtype=torch.int32)
     riders = [Row(request, 0, [0], sample=True) for request in requests]
     outputs = RunOutputs(device, riders, len(accepted), output, queued)
     while outputs.needs_step():
@@ -367,6 +367,25 @@ def test_the_longest_text_decides_when_a_run_ends() -> None:
     assert follow([short, long], 3, [[3, 1]] * 9, 2).started == 5
     long.output += [4] * 6
     assert follow([short, long], 3, [[3, 1]] * 9, 2).started == 2
+
+
+@pytest.mark.parametrize(("ended", "started"), [(ENDED_ROWS - 1, 20), (ENDED_ROWS, 4), (ENDED_ROWS + 1, 4)])
+def test_a_run_stops_when_many_texts_have_ended(ended: int, started: int) -> None:
+    """The next run has fewer rows, which take less time. One step is queued beyond those that end the texts."""
+    requests = [steady(str(index), [0], max_tokens=6) for index in range(ended)]
+    requests += [steady(f"long {index}", [0], max_tokens=40) for index in range(3)]
+    assert follow(requests, 3, [[1] * len(requests)] * 40, 2).started == started
+
+
+def test_texts_of_many_lengths_have_their_tokens(tiny_llm) -> None:
+    """Runs of 40 rows stop several times before the last text ends."""
+    llm = tiny_llm(speculate="none", decode_steps=64, max_requests=40)
+    params = [replace(PARAMS, max_tokens=2 + index) for index in range(40)]
+    alone = llm.generate([PROMPT], params[-1])[0].completions[0].token_ids
+    outputs = llm.generate([PROMPT] * 40, params)
+    assert [list(output.completions[0].token_ids) for output in outputs] == [
+        list(alone[: one.max_tokens]) for one in params
+    ]
 
 
 @pytest.mark.parametrize("options", [{"end_tokens": frozenset({7})}, {"stop_token_ids": [7]}])

@@ -1,4 +1,7 @@
-"""Follow a multi-step run from the host: read finished steps while later ones run, and stop when no text needs more."""
+"""Follow a multi-step run from the host: read finished steps while later ones run, and stop when texts have ended.
+
+Drafts are accepted at different rates, so that texts of the same length end in different steps.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from ..request import Row
 # Device time that is queued ahead of the host: another thread may keep the interpreter for its switch interval.
 QUEUED_SECONDS = 0.005
 MIN_QUEUED = 2  # steps that are queued, at least: one runs while the host reads the one before it
+ENDED_ROWS = 16  # a run stops after this many of its texts have ended: the next run has fewer rows
 
 
 def queued_steps(step_seconds: float) -> int:
@@ -55,9 +59,12 @@ class RunOutputs:
     def needs_step(self) -> bool:
         """Return whether some text needs another step, even if all draft tokens of the queued ones are accepted.
 
-        Waits for queued steps if there are too many, or if one of them may end the last text.
+        Waits for queued steps if there are too many, or if one of them may end the last text. No step follows if
+        enough texts have ended for a run of fewer rows.
         """
         while True:
+            if sum(row.remaining <= 0 for row in self.rows) >= ENDED_ROWS:
+                return False
             running = len(self.fences) - len(self.steps)
             if running < self.queued and any(row.remaining > running * self.most for row in self.rows):
                 return True

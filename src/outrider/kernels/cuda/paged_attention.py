@@ -282,7 +282,9 @@ def _attend(
     first, last = attention_range(
         batch, row, begin, own, valid, window, skip, width * page, variant.causal, variant.anchored
     )  # [tile] each; empty for invalid lines
-    lowest, highest = tl.min(tl.where(first <= last, first, 0x7FFFFFFF), 0), tl.max(last, 0)
+    highest = tl.max(last, 0)
+    # Of empty lines alone, the lowest position must be small: loops read the tables of tiles ahead, which may overflow.
+    lowest = tl.min(tl.where(first <= last, first, highest + 1), 0)
     chunk = chunk_length(lowest, highest, strips, variant)
     own_chunk = tl.minimum(first, last) // chunk  # [tile]: the first chunk of each line
     from_chunk, to_chunk = tl.min(tl.where(valid, own_chunk, 0x7FFFFFFF), 0), highest // chunk + 1
