@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -106,7 +107,8 @@ class BatchBuilder:
         chosen = list(tensors[PARTS:])
         if alignment > 1:
             chosen = [tensor[: len(values)] for tensor, values in zip(chosen, indices, strict=True)]
-        return as_batch(shape, tensors[:PARTS], alignment), chosen
+        prefix = self.positions[0] if len(self.tables) == 1 and not self.parents else 0
+        return replace(as_batch(shape, tensors[:PARTS], alignment), prefix=prefix), chosen
 
 
 def sizes(shape: Shape, alignment: int = 1) -> list[int]:

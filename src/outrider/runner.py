@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -304,12 +304,12 @@ class Runner:
         inputs.fill(BatchBuilder().pack(shape, self.device.alignment))
         self.graphs.capture(("forward", shape), lambda: self._forward_into_outputs(batch))
 
-    def run_padding(self, shape: Shape) -> None:
-        """Run a step of this shape without a request, to compile its kernels."""
+    def run_padding(self, shape: Shape, prefix: int = 0) -> None:
+        """Run a step of this shape without a request, to compile its kernels. prefix: as in Batch."""
         shape = shape._replace(has_states=self.pages.recurrent is not None)
         inputs, batch = make_batch(self.device, shape, self.device.alignment)
         inputs.fill(BatchBuilder().pack(shape, self.device.alignment))
-        self.model.forward(batch, self.pages.storages, self.aux_layers)
+        self.model.forward(replace(batch, prefix=prefix), self.pages.storages, self.aux_layers)
 
     def warm_up(self, method: str, decode_steps: int) -> None:
         """Measure the latency of steps with drafts of this method, and of drafting."""

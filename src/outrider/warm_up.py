@@ -31,6 +31,7 @@ from .types import Draft, SamplingParams
 log = logging.getLogger(__name__)
 TOKENS = 4  # of the text that warms up sampling
 PROMPTS = 2 * MAX_TOKENS + 16, 1040  # tokens of prompts that are not captured: attention has kernels for long ones
+PREFIXES = 4096, 8192, 16384, 32768  # positions before a chunk of a prompt that attention has plans of its own for
 DRAFTED_KINDS = 3  # of sampling_kinds: sampled after drafts of all widths
 MAX_LOGPROBS = 32  # numbers of log-probabilities are rounded up to powers of two, and kernels compiled up to this one
 
@@ -141,6 +142,10 @@ class WarmUp:
             for tokens in {min(tokens, self.resolved.max_step_tokens) for tokens in PROMPTS}:
                 for pages, adapted in product(self.pages, self.adapted):
                     self.runner.run_padding(Shape(tokens, rows, pages, has_adapters=adapted))
+        chunk = self.resolved.max_step_tokens
+        for prefix in PREFIXES if self.graphs.mixed else ():
+            if prefix + chunk <= self.resolved.max_context:
+                self.runner.run_padding(Shape(chunk, 1, self.pages[-1]), prefix)
 
     def _capture_passes(self) -> None:
         """Capture the drafter's passes in steps with the host: over prompts, and over trees."""

@@ -195,6 +195,14 @@ def test_a_batch_that_fits_is_not_padded() -> None:
     assert listed == [7, 8, 0, 1, 0, 1, 0, 2, 0]
 
 
+@pytest.mark.parametrize(("rows", "prefix"), [(1, 4), (2, 0)])
+def test_the_host_knows_the_prefix_of_a_single_row(rows: int, prefix: int) -> None:
+    builder = BatchBuilder()
+    for _ in range(rows):
+        builder.add([7, 8], [4, 5], [20, 21], [1, 5])
+    assert builder.upload(FakeDevice())[0].prefix == prefix
+
+
 def row(name: str, start: int, tokens: list[int], draft: Draft | None = None, pages: int = 1) -> Row:
     request = Request(name, tokens, SamplingParams(), 0, pages=list(range(pages)))
     return Row(request, start, tokens, sample=True, draft=draft)

@@ -149,6 +149,7 @@ class Batch:
     # [B, 3] int32, for recurrent layers: the slot that row b reads its state from, the slot that it writes it to, and
     # the leading tokens of the row that the written state has read; those after it may still be rejected.
     states: Tensor | None = None
+    prefix: int = 0  # positions before the tokens of the only row, as far as the host knows them
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ from outrider.kernels.cases import inputs
 from outrider.kernels.cases.attention import BUSH, CHAIN, DEEP, ROOTS
 from outrider.kernels.cases.case import STEPS, difference
 from outrider.kernels.cases.inputs import PAGE, Shape
-from outrider.kernels.cuda import kv_copy, layers, paged_attention
+from outrider.kernels.cuda import kv_copy, layers, paged_attention, prompt_attention
 from outrider.kernels.cuda.device import DEVICE
 from outrider.kernels.cuda.paged_attention import Heads
 from outrider.kernels.reference.layers import gather, visible_slots
+from outrider.warm_up import PREFIXES
 
 HEADS = Heads(4, 2, 16, 0.25, window=0, skip=0, causal=True, anchored=False, batch_invariant=True)
 ONE = replace(HEADS, count=3, kv=1)  # five tokens in a tile
@@ -40,7 +41,7 @@ def random_queries(batch: Batch, heads: Heads) -> Tensor:
 
 
 def carried(batch: Batch) -> Batch:
-    fields = {name: value.to(DEVICE) for name, value in vars(batch).items() if value is not None}
+    fields = {name: value.to(DEVICE) for name, value in vars(batch).items() if isinstance(value, Tensor)}
     return replace(batch, **fields)
 
 
@@ -112,6 +113,48 @@ def test_prompts_with_and_without_masked_tiles(
     pages, queries = storage(batch, heads, dtype), random_queries(batch, heads)
     found = run(queries, heads, batch, pages)
     assert difference(found, meant(queries, heads, batch, pages)) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("name", ["fast", "three heads of 80"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("prefix", "lengths"), [(63, []), (64, [64]), (333, [128, 128, 64])])
+def test_a_chunk_of_a_prompt_over_slices_of_earlier_keys(
+    prefix: int, lengths: list[int], dtype: torch.dtype, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found_lengths, dense = [], prompt_attention._dense
+
+    def counted(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        found_lengths.append(keys.shape[2])
+        return dense(queries, keys, values, scale)
+
+    for constant, value in {"SHORTEST": 64, "LONGEST": 128, "LONG": 64, "_dense": counted}.items():
+        monkeypatch.setattr(prompt_attention, constant, value)
+    heads = replace(SEEN[name], batch_invariant=False)
+    batch = inputs.random_batch(inputs.generator(6), ((prefix, 64),))
+    pages, queries = storage(batch, heads, dtype), random_queries(batch, heads)
+    given = replace(carried(batch), prefix=prefix), inputs.copy_pages(pages, DEVICE)
+    found = prompt_attention.prompt_attention(queries.to(DEVICE), heads, *given).cpu()
+    assert found_lengths == lengths
+    assert difference(found, meant(queries, heads, batch, pages)) < 2 * TOLERANCE[dtype]  # slices are rounded too
+
+
+def test_the_warm_up_has_slices_of_all_lengths() -> None:
+    warm = {end - begin for prefix in PREFIXES for begin, end in prompt_attention.slices(prefix)}
+    assert warm == {end - begin for prefix in range(0, 1 << 18, 4096) for begin, end in prompt_attention.slices(prefix)}
+
+
+@pytest.mark.parametrize("name", ["plain", "window", "soft cap", "sinks", "hidden", "blocks", "no shared heads"])
+def test_other_chunks_have_no_slices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of layers with other attention ranges, and of heads that cuDNN does not take."""
+    for constant in ("SHORTEST", "LONGEST", "LONG"):
+        monkeypatch.setattr(prompt_attention, constant, 64)
+    heads = replace(SEEN[name], batch_invariant=name == "plain", size=12 if name == "no shared heads" else 16)
+    batch = inputs.random_batch(inputs.generator(6), ((300, 64),))
+    pages, queries = storage(batch, heads, torch.float16), random_queries(batch, heads)
+    given = replace(carried(batch), prefix=300), inputs.copy_pages(pages, DEVICE)
+    monkeypatch.setattr(prompt_attention, "_dense", None)
+    found = prompt_attention.prompt_attention(queries.to(DEVICE), heads, *given).cpu()
+    assert difference(found, meant(queries, heads, batch, pages)) < TOLERANCE[torch.float16]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8, FP8])

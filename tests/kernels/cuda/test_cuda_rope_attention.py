@@ -88,7 +88,8 @@ def random_projected(batch: Batch, heads: Heads) -> Tensor:
 
 
 def carried(batch: Batch) -> Batch:
-    return replace(batch, **{name: value.to(DEVICE) for name, value in vars(batch).items() if value is not None})
+    fields = {name: value.to(DEVICE) for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    return replace(batch, **fields)
 
 
 def run(fused: bool, projected: Tensor, heads: Heads, batch: Batch, before: LayerPages) -> tuple[Tensor, ...]:

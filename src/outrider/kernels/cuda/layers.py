@@ -18,6 +18,7 @@ from .matrices import Matrix, matrix, pack, rows
 from .moe import MoeLayer, moe
 from .paged_attention import Heads, paged_attention
 from .pointwise import add_normed, norm_columns, rms_norm
+from .prompt_attention import prompt_attention
 from .recurrent import RecurrentLayer, recurrent
 from .rope import RopeWeights, rotate_and_store
 
@@ -132,7 +133,7 @@ def attention(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages)
 
 
 def attend(q: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages, x: Tensor) -> None:
-    mixed = paged_attention(q, layer.heads, batch, pages, layer.output.compute)  # [T, H * D], as it is multiplied
+    mixed = prompt_attention(q, layer.heads, batch, pages, layer.output.compute)  # [T, H * D], as it is multiplied
     _add_output(mixed, layer, batch, x)
 
 

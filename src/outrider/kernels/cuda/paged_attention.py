@@ -123,9 +123,11 @@ def paged_attention(
     pages: LayerPages,
     result: torch.dtype = torch.float32,
     rope: RopeWeights | None = None,
+    log_sums: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of queries [T, H * D] f32 over the pages: [T, H * D] of the dtype `result`.
 
+    log_sums: [T, H] f32, for long prompts: receives the logarithm of each sum of weights, -inf for no keys.
     With `rope`, `queries` holds projected queries, keys and values, [T, (H + 2 * G) * D]: they are rotated and stored
     first. Only for causal chains with rope and without per-head norms: see layers.py.
     """
@@ -158,6 +160,7 @@ def paged_attention(
     cos, sin = (None, None) if rope is None else (rope.cos, rope.sin)
     key_factors = heads.key_factors if dtype is torch.int8 else None
     assert rope is None or not (cos is None or wide or batch.parents is not None)
+    assert log_sums is None or wide
     parts = Chunks(out, out, batch.slots)  # placeholders, used only if chunks are split
     if split:
         parts = Chunks(
@@ -181,6 +184,7 @@ def paged_attention(
         RopeTables(queries if cos is None else cos, queries if sin is None else sin),
         heads.sinks,
         key_factors,
+        log_sums,
         tokens,
         rows,
         width,
@@ -243,6 +247,7 @@ def _attend(
     tables,
     sinks,  # or None
     key_factors,  # or None
+    log_sums,  # or None
     tokens,
     rows,
     width,
@@ -355,6 +360,7 @@ def _attend(
     if not split:
         mean = weighted_mean(top, total, mixed, sinks, head, valid)
         tl.store(out + at, rounded(mean, out.dtype.element_ty), mask=inside)
+        store_log_sums(log_sums, own * heads + head, top, total, valid)
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks"])
@@ -576,6 +582,13 @@ def merge_softmax(top, total, mixed, part_top, part_total, part_mixed):
     kept, added = tl.exp2(top - base), tl.exp2(part_top - base)
     mixed = mixed * kept[:, None] + part_mixed * added[:, None]
     return higher, total * kept + part_total * added, mixed
+
+
+@triton.jit
+def store_log_sums(log_sums, at, top, total, valid):
+    if log_sums is not None:
+        log_sum = (top + tl.log2(tl.where(total > 0, total, 1.0))) * 0.6931471805599453  # log(2)
+        tl.store(log_sums + at, log_sum, mask=valid)
 
 
 @triton.jit
