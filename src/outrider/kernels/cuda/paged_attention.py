@@ -471,9 +471,10 @@ def branch_slots(slot, at, needed, node, position, batch, tokens, start):
         slot = tl.where(own >= 0, own, slot)
     else:
         while (node >= 0) & (position >= start):
-            own = tl.load(batch.slots + node)
+            # The loop over nodes is pipelined, and reaches beyond the last one.
+            own = tl.load(batch.slots + node, mask=node < tokens.end, other=-1)
             slot = tl.where((at == position) & (own >= 0), own, slot)
-            node = tl.load(batch.parents + node)
+            node = tl.load(batch.parents + node, mask=node < tokens.end, other=-1)
             position -= 1
     return slot
 
@@ -521,7 +522,7 @@ def attend_range(
         for each in range(loop_bound(common), loop_bound(stop), block):
             at = each + tl.arange(0, block)
             for node in range(loop_bound(tokens.first), loop_bound(ends)):
-                reach = tl.where(chained, highest, tl.load(batch.positions + node))
+                reach = tl.where(chained, highest, tl.load(batch.positions + node, mask=node < tokens.end, other=0))
                 needed = (at >= lowest) & (at <= reach)
                 slot = tl.maximum(tl.load(table + at // page, mask=needed, other=0), 0) * page + at % page  # [block]
                 slot = branch_slots(slot, at, needed, node, reach, batch, tokens, each)
