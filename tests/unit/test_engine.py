@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 from dataclasses import replace
@@ -184,6 +185,26 @@ def test_prompt_logprobs_in_any_chunking(llm, tiny_llm) -> None:
     assert pieces == whole
     again = llm.generate([PROMPT], params)[0].prompt_logprobs
     assert again == whole
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_is_collected_between_steps_only(llm, monkeypatch, enabled: bool) -> None:
+    """Who has switched collection off finds it off afterwards."""
+    within, run_target = [], Runner._run_target
+
+    def noted(self, *args):
+        within.append(gc.isenabled())
+        return run_target(self, *args)
+
+    monkeypatch.setattr(Runner, "_run_target", noted)
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        llm.generate([PROMPT], replace(GREEDY, max_tokens=3))
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert within == [False] * 3
 
 
 def test_torch_keeps_to_one_thread_within_a_step(llm, monkeypatch) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import collect_env
 
+from .collection import suspended_collection
 from .interface import NUMPY, Buffer, DeviceDefaults, Fence, Result, Values
 
 MIN_CAPABILITY = (8, 0)  # Ampere, the first with bf16 matmul and asynchronous copies
@@ -156,7 +155,8 @@ class Cuda:
     def _capture(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with torch.cuda.stream(self._stream), _no_collection():
+        # A collection may destroy graphs and memory of another engine, which invalidates a capture.
+        with torch.cuda.stream(self._stream), suspended_collection():
             try:
                 # thread_local: calls of other threads (a profiler, another engine) do not invalidate this capture.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -169,18 +169,6 @@ class Cuda:
                 raise
         torch.cuda.synchronize()
         return graph, result
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Suspend garbage collection: it may destroy graphs and memory of an engine, which invalidates a capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _pinned(values: Values, dtype: torch.dtype) -> Tensor:
