@@ -305,7 +305,7 @@ def start(arguments: argparse.Namespace) -> int:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         started = time.perf_counter()
-        command = [sys.executable, "-m", "outrider.cli", "serve", arguments.model, f"--port={port}"]
+        command = [sys.executable, "-m", "outrider", "serve", arguments.model, f"--port={port}"]
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         try:
             result = StreamResult()

@@ -32,7 +32,7 @@ MIDDLE = f"(({{ left, width, top, height }}) => [left + width / 2, top + height 
 @contextmanager
 def served(model: str, speculate: str) -> Iterator[str]:
     """Run a server and yield the address of the playground."""
-    command = [sys.executable, "-m", "outrider.cli", "serve", model, "--port=0", f"--speculate={speculate}"]
+    command = [sys.executable, "-m", "outrider", "serve", model, "--port=0", f"--speculate={speculate}"]
     process = subprocess.Popen([*command, "--no-log-requests"], stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None

@@ -30,7 +30,7 @@ from outrider.catalog import shipped
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 HEALTH_SECONDS = 30.0  # time for a server to become healthy
-NOT_IMPORTED = ("outrider.kernels.cuda", "outrider.scale", "outrider.bench.peers.worker", "outrider.cli.__main__")
+NOT_IMPORTED = ("outrider.kernels.cuda", "outrider.scale", "outrider.bench.peers.worker", "outrider.__main__")
 
 
 def main(address: str, heads: str, *models: str) -> None:

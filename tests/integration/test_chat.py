@@ -217,7 +217,7 @@ def test_an_interrupt_at_the_prompt_keeps_the_conversation(model, tmp_path) -> N
     """Chat in a terminal: Ctrl-C at the prompt, then a second message."""
     master, terminal = pty.openpty()
     file = tmp_path / "talk.json"
-    command = [sys.executable, "-m", "outrider.cli", "chat", "-m", str(model), "--max-tokens", "3", "--backend", "cpu"]
+    command = [sys.executable, "-m", "outrider", "chat", "-m", str(model), "--max-tokens", "3", "--backend", "cpu"]
     process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True)
     os.close(terminal)
     try:

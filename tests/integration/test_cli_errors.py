@@ -179,7 +179,7 @@ def test_batch_sizes_must_be_numbers(outrider, model) -> None:
 
 def test_the_process_exits_with_code_1(model) -> None:
     """The same in a real process, without the test runner."""
-    command = [sys.executable, "-m", "outrider.cli", "generate", "hi", "-m", str(model), "--top-p", "2"]
+    command = [sys.executable, "-m", "outrider", "generate", "hi", "-m", str(model), "--top-p", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "error: `top_p` is 2.0: it must lie in (0, 1]\n"
@@ -190,7 +190,7 @@ def test_the_process_exits_with_code_1(model) -> None:
 def test_output_that_the_disk_cannot_hold_is_one_sentence(model, command: tuple[str, ...]) -> None:
     given = ["-m", str(model)] if command[0] == "generate" else [str(model)]
     with Path("/dev/full").open("w") as full:
-        line = [sys.executable, "-m", "outrider.cli", *command, *given]
+        line = [sys.executable, "-m", "outrider", *command, *given]
         done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "error: cannot write the output: No space left on device"
@@ -201,7 +201,7 @@ def test_characters_that_the_output_cannot_encode_are_replaced(model) -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
 
     def printed(*command: str) -> str:
-        line = [sys.executable, "-m", "outrider.cli", *command, "-m", str(model), "--max-tokens", "2"]
+        line = [sys.executable, "-m", "outrider", *command, "-m", str(model), "--max-tokens", "2"]
         return subprocess.run(line, capture_output=True, check=True, env=environment).stdout.decode("ascii")
 
     assert "d?j?" in printed("demo", "d\u00e9j\u00e0 vu", "--rounds", "1")

@@ -47,7 +47,7 @@ def test_a_demo_without_drafts_is_refused(outrider, model) -> None:
 
 @pytest.mark.parametrize("no_color", [False, True])
 def test_a_terminal_marks_accepted_tokens(model, no_color: bool) -> None:
-    line = [sys.executable, "-m", "outrider.cli", "demo", "abab abab", "-m", str(model), *FLAGS]
+    line = [sys.executable, "-m", "outrider", "demo", "abab abab", "-m", str(model), *FLAGS]
     variables = {**environment(), "COLUMNS": "90", **({"NO_COLOR": "1"} if no_color else {})}
     with terminal() as (ours, theirs):
         process = subprocess.Popen(line, stdout=theirs, stderr=subprocess.PIPE, env=variables)

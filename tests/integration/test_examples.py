@@ -52,5 +52,5 @@ def test_the_session_of_the_readme_runs() -> None:
 
 
 def test_generate_streams_an_answer() -> None:
-    printed = run(["-m", "outrider.cli", "generate", "What is the capital of France?", "--max-tokens", "32"])
+    printed = run(["-m", "outrider", "generate", "What is the capital of France?", "--max-tokens", "32"])
     assert "Paris" in printed

@@ -67,7 +67,7 @@ def test_a_terminal_shows_the_bar_and_removes_it(model, command: str) -> None:
     if command == "generate":
         arguments = ["generate", "--model", str(model), "--max-tokens", "2", "hi"]
     with terminal() as (ours, theirs):
-        line = [sys.executable, "-m", "outrider.cli", *arguments]
+        line = [sys.executable, "-m", "outrider", *arguments]
         process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=theirs, env=environment(), text=True)
         os.close(theirs)
         try:

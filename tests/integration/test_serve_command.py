@@ -25,7 +25,7 @@ from waiting import TIMEOUT
 @contextmanager
 def served(model: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
     """Yield a server process, its address, and the lines that it wrote up to the end of its start."""
-    command = [sys.executable, "-m", "outrider.cli", "serve", str(model), "--port", "0", "--served-model-name", "tiny"]
+    command = [sys.executable, "-m", "outrider", "serve", str(model), "--port", "0", "--served-model-name", "tiny"]
     environment = {**os.environ, "OUTRIDER_KEY": "sesame", "HF_HUB_OFFLINE": "1"}
     process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True, env=environment)
     try:

@@ -17,7 +17,7 @@ FILES = RESERVED_FILES + 40  # that may be open in the server
 
 
 def test_connections_beyond_the_limit_of_files_get_503(model) -> None:
-    command = [sys.executable, "-m", "outrider.cli", "serve", str(model), "--port", "0", "--backend", "cpu"]
+    command = [sys.executable, "-m", "outrider", "serve", str(model), "--port", "0", "--backend", "cpu"]
     limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))  # noqa: E731
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=limit)
     lines: list[str] = []

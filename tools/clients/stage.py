@@ -97,7 +97,7 @@ def serving(model: str, scratch: Path, flags: Sequence[str] = ()) -> Iterator[Se
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "outrider.cli", "serve", model, "--port", str(port), "--no-log-requests", *flags]
+    command = [sys.executable, "-m", "outrider", "serve", model, "--port", str(port), "--no-log-requests", *flags]
     with (scratch / "server.log").open("a") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     server = Server(f"http://127.0.0.1:{port}", model, tokenizer)

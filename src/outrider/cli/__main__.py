@@ -1,5 +1,0 @@
-"""`python -m outrider.cli` is `outrider`."""
-
-from . import main
-
-main()
