@@ -125,15 +125,17 @@ class Request(SpeculationState, CacheState, GenerationState, RequestInput):
         steps = result.decode_steps
         if result.passes == 1 and not steps:
             steps = [DecodeStep(draft, result.tokens)]
-        elif not steps:
-            if self.continues_after(result.tokens) and not self.params.trace:
-                self.output += result.tokens  # the common case, for what may be thousands of requests
-                self.logprobs += result.logprobs
+        if self.continues_after(result.tokens) and not self.params.trace:  # the common case, for thousands of requests
+            self.output += result.tokens
+            self.logprobs += result.logprobs
+            if not steps:
                 self.spec_stats.count_plain(len(result.tokens))
-                return None
-            steps = [DecodeStep(None, [token]) for token in result.tokens]
+            for step in steps:
+                if step.tokens:  # the last one is the target's
+                    self.spec_stats.count(step.draft, step.tokens[:-1], self.drafters)
+            return None
         first = 0
-        for step in steps:
+        for step in steps or [DecodeStep(None, [token]) for token in result.tokens]:
             ending = self._append_step(step, result.logprobs[first : first + len(step.tokens)])
             if ending is not None:
                 return ending

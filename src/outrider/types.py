@@ -284,6 +284,13 @@ class Draft:
 
     def path(self, tokens: Sequence[int]) -> list[int]:
         """Return the indices along which the draft spells `tokens`, up to the first that was not drafted."""
+        if self.parents is None:
+            count = 0
+            for token, drafted in zip(tokens, self.tokens, strict=False):
+                if token != drafted:
+                    break
+                count += 1
+            return list(range(count))
         indices: list[int] = []
         last = -1
         for token in tokens:

@@ -14,9 +14,9 @@ import tiny_heads
 from fake_device import FakeDevice
 from outrider import LLM, SamplingParams
 from outrider.device import Cpu
-from outrider.multi_step.loop import as_draft, read_results
+from outrider.multi_step.loop import read_results
 from outrider.multi_step.planner import MAX_SECONDS, MIN_STEPS, RunLength, best_length
-from outrider.multi_step.progress import ENDED_ROWS, MIN_QUEUED, QUEUED_SECONDS, RunOutputs, queued_steps
+from outrider.multi_step.progress import ENDED_ROWS, MIN_QUEUED, QUEUED_SECONDS, RunOutputs, as_draft, queued_steps
 from outrider.request import Request, Row, RowResult, Step
 from outrider.scheduler import Scheduler
 from outrider.types import DecodeStep, Draft, FinishReason
@@ -244,6 +244,16 @@ def rows(*starts: int) -> list[Row]:
     return [Row(steady(name, [0]), start, [0], sample=True) for name, start in zip("abcd", starts, strict=False)]
 
 
+def read(rows: list[Row], listed: list[list[list[int]]], learn: Any = None) -> RunOutputs:
+    """Return the outputs of a run with these steps."""
+    found = torch.tensor(listed, dtype=torch.int32)  # [steps, B, 1 + (W + 1) + W]
+    outputs = RunOutputs(Queue(), rows, len(listed), found[0], 2, learn)
+    for output in found:
+        outputs.put(output)
+    outputs.read()
+    return outputs
+
+
 def test_landing_gives_each_row_its_rounds_and_what_it_would_verify_next() -> None:
     logits = torch.arange(12.0).view(6, 2)  # [B * (W + 1), V]
     here = buffers(2, logits)
@@ -251,7 +261,8 @@ def test_landing_gives_each_row_its_rounds_and_what_it_would_verify_next() -> No
         [[2, 5, 6, -1, 5, 9], [1, 3, -1, -1, -1, -1]],
         [[1, 4, -1, -1, 8, 8], [3, 1, 2, 3, 1, 2]],
     ]
-    first, second = read_results(here, rows(10, 20), listed, [[7, 6], [4, -1]])
+    both = rows(10, 20)
+    first, second = read_results(here, both, read(both, listed), [[7, 6], [4, -1]])
     assert first.tokens == [5, 6, 4] and second.tokens == [3, 1, 2, 3]
     assert first.passes == second.passes == 2
     assert [part.tokens for part in second.decode_steps] == [[3], [1, 2, 3]]
@@ -266,9 +277,29 @@ def test_landing_gives_each_row_its_rounds_and_what_it_would_verify_next() -> No
 
 def test_landing_without_drafts() -> None:
     here = buffers(0)
-    found = read_results(here, rows(10, 20, 30), [[[1, 5], [1, 6], [1, 7]], [[1, 8], [1, 9], [1, 2]]], [])
+    three = rows(10, 20, 30)
+    found = read_results(here, three, read(three, [[[1, 5], [1, 6], [1, 7]], [[1, 8], [1, 9], [1, 2]]]), [])
     assert found == [RowResult(tokens, passes=2) for tokens in ([5, 8], [6, 9], [7, 2])]
     assert here.drafter.received == (["a", "b", "c"], [12, 22, 32])
+
+
+def test_drafts_are_learned_up_to_the_end_of_their_text() -> None:
+    """The first text ends in its second step, of three. The second has no draft in its first step."""
+    learned: list[tuple[str, DecodeStep]] = []
+    short, long = steady("short", [0], max_tokens=3), steady("long", [0])
+    both = [Row(request, 1, [0], sample=True) for request in (short, long)]
+    steps = [  # a count, three tokens, two drafted ones
+        [[2, 5, 6, -1, 5, 9], [1, 3, -1, -1, -1, -1]],
+        [[2, 4, 8, -1, 4, 9], [2, 1, 2, -1, 1, 7]],
+        [[1, 7, -1, -1, 6, 6], [1, 2, -1, -1, 8, 8]],
+    ]
+    read(both, steps, lambda request, step: learned.append((request.id, step)))
+    assert learned == [
+        ("short", DecodeStep(Draft([5, 9]), [5, 6])),
+        ("short", DecodeStep(Draft([4, 9]), [4, 8])),
+        ("long", DecodeStep(Draft([1, 7]), [1, 2])),
+        ("long", DecodeStep(Draft([8, 8]), [2])),
+    ]
 
 
 def test_a_run_that_captures_graphs_is_not_timed(tiny_llm, tmp_path) -> None:

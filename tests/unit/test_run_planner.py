@@ -52,13 +52,18 @@ def request() -> Request:
     return Request("a", [0], SamplingParams(), 0, max_length=10_000, method="draft", width=MOST)
 
 
-def run(planner: RunPlanner, one: Request, width: int, kept: int, rounds: int = 16) -> None:
-    parts = [DecodeStep(Draft([7] * width), [7] * kept + [3]) for _ in range(rounds)]
-    tokens = [token for part in parts for token in part.tokens]
-    result = RowResult(tokens, decode_steps=parts, passes=rounds)
-    planner.learn(
-        "draft", [Row(one, 0, [0], sample=True)], [result], width, marks(1.0 + 0.01 * width, 0.1 + 0.02 * width)
-    )
+def learn(planner: RunPlanner, texts: list[Request], width: int, kept: int, times: list[Any]) -> None:
+    """Learn from a run of 16 steps that accepted `kept` tokens each."""
+    parts = [DecodeStep(Draft([7] * width), [7] * kept + [3]) for _ in range(16)]
+    for one in texts:
+        for part in parts:
+            planner.learn_step(one, part)
+    result = RowResult([token for part in parts for token in part.tokens], decode_steps=parts, passes=16)
+    planner.learn("draft", [Row(one, 0, [0], sample=True) for one in texts], [result] * len(texts), width, times)
+
+
+def run(planner: RunPlanner, one: Request, width: int, kept: int) -> None:
+    learn(planner, [one], width, kept, marks(1.0 + 0.01 * width, 0.1 + 0.02 * width))
 
 
 @pytest.mark.parametrize(("kept", "least", "most"), [(MOST, 7, MOST), (1, 1, 3), (0, 0, 1)])
@@ -87,12 +92,9 @@ def test_the_width_of_a_run_is_the_fastest_of_those_that_have_graphs(kept: int, 
     for _ in range(2):
         for width in run_widths(MOST):
             planner.observe_latency("draft", 64, width, marks(seconds(64 * (width + 1)), 0.4 + 0.3 * width))
-    rows = [Row(one, 0, [0], sample=True) for one in texts]
     for width in (MOST, MOST, 4, 2, 1):
-        parts = [DecodeStep(Draft([7] * width), [7] * min(kept, width) + [3]) for _ in range(16)]
-        result = RowResult([token for part in parts for token in part.tokens], decode_steps=parts, passes=16)
         times = marks(seconds(64 * (width + 1)), 0.4 + 0.3 * width)
-        planner.learn("draft", rows, [result] * len(rows), width, times)
+        learn(planner, texts, width, min(kept, width), times)
     assert speed(planner.width("draft", texts)) >= 0.97 * max(map(speed, run_widths(MOST)))
 
 
@@ -110,9 +112,7 @@ def test_one_text_of_many_does_not_make_all_draft(easy: int, widths: list[int]) 
 
 def test_a_run_that_was_not_timed_teaches_no_costs(planner: RunPlanner) -> None:
     before = planner.controller.latency.seconds(1, 7)
-    parts = [DecodeStep(Draft([7] * 7), [3])] * 16
-    row = Row(request(), 0, [0], sample=True)
-    planner.learn("draft", [row], [RowResult([3] * 16, decode_steps=parts, passes=16)], 7, marks(9.0, 9.0, rounds=0))
+    learn(planner, [request()], 7, 0, marks(9.0, 9.0, rounds=0))
     assert planner.controller.latency.seconds(1, 7) == before
 
 

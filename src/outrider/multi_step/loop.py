@@ -18,11 +18,11 @@ from ..kernels import Batch, SamplingMetadata, VerifyInputs
 from ..models import Model
 from ..request import Request, Row, RowResult, Step
 from ..speculation.manager import SpeculationManager
-from ..types import DecodeStep, Draft
+from ..types import DecodeStep
 from .drafting import CapturedDrafting
 from .planner import RunPlanner
 from .processing import RunProcessing, StepProcessing
-from .progress import RunOutputs, queued_steps
+from .progress import RunOutputs, as_draft, queued_steps
 from .state import DecodeState, StepDrafter
 
 MAX_BUFFERS = 64  # shapes of which buffers are kept, beside those that the warm-up captured
@@ -113,8 +113,10 @@ class MultiStepRunner:
             if processing.batch is None:
                 return None
         self.fill(buffers, step.rows)
-        timed = TIMED_STEPS if buffers.captured and self.planner.learns(name) else 0
-        outputs = RunOutputs(self.device, step.rows, step.decode_steps, buffers.output, queued_steps(self.step_seconds))
+        learns = self.planner.learns(name)
+        timed, queued = TIMED_STEPS if buffers.captured and learns else 0, queued_steps(self.step_seconds)
+        learn = self.planner.learn_step if learns else None
+        outputs = RunOutputs(self.device, step.rows, step.decode_steps, buffers.output, queued, learn)
         fences = self._launch(buffers, key, step.decode_steps, timed, outputs, processing)
         end = self.device.fence()
         buffers.captured = True
@@ -123,7 +125,7 @@ class MultiStepRunner:
         seconds = end.since(fences[0])
         self.busy += seconds
         self.step_seconds = seconds / len(listed)
-        results = read_results(buffers, step.rows, listed, drafts)
+        results = read_results(buffers, step.rows, outputs, drafts)
         if processing is not None:
             self.processing.finish(requests, [len(result.tokens) for result in results])
             results = [
@@ -428,34 +430,22 @@ class MultiStepRunner:
 
 
 def read_results(
-    buffers: RunBuffers, rows: list[Row], outputs: list[list[list[int]]], next_drafts: list[list[int]]
+    buffers: RunBuffers, rows: list[Row], outputs: RunOutputs, next_drafts: list[list[int]]
 ) -> list[RowResult]:
     """Return the new tokens of each row from all steps, and the draft that it would verify next."""
-    width, logits = buffers.state.width, buffers.verify_inputs.logits
+    width, logits, passes = buffers.state.width, buffers.verify_inputs.logits, len(outputs.steps)
     results = []
-    for index in range(len(rows)):
+    for index, read in enumerate(outputs.rows):
         if not width:
-            tokens = [output[index][1] for output in outputs]
-            one = (DecodeStep(None, tokens),) if len(outputs) == 1 else ()  # a draft of the row was not verified
-            results.append(RowResult(tokens, decode_steps=one, passes=len(outputs)))
+            one = (DecodeStep(None, read.tokens),) if passes == 1 else ()  # a draft of the row was not verified
+            results.append(RowResult(read.tokens, decode_steps=one, passes=passes))
             continue
-        steps = [
-            DecodeStep(as_draft(output[index][width + 2 : 2 * width + 2]), output[index][1 : 1 + output[index][0]])
-            for output in outputs
-        ]
         draft = as_draft(next_drafts[index])
         if draft is not None and logits is not None:
             first = index * (width + 1) + 1
             draft = replace(draft, logits=logits[first : first + len(draft.tokens)].clone())
-        tokens = [token for step in steps for token in step.tokens]
-        results.append(RowResult(tokens, draft=draft, decode_steps=steps, passes=len(outputs)))
+        results.append(RowResult(read.tokens, draft=draft, decode_steps=read.steps, passes=passes))
     if buffers.drafter is not None:
         computed = [row.start + len(result.tokens) for row, result in zip(rows, results, strict=True)]
         buffers.drafter.finish([row.request for row in rows], computed)
     return results
-
-
-def as_draft(tokens: list[int]) -> Draft | None:
-    """Return the draft of a row of DecodeState.drafts."""
-    count = tokens.index(-1) if -1 in tokens else len(tokens)
-    return Draft(tokens[:count]) if count else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 from statistics import median
@@ -100,10 +100,15 @@ class RunPlanner:
         if with_drafts:
             self.controller.draft_latency(name).observe(width, median(spans[1::2]) / self.controller.latency.slowdown)
 
+    def learn_step(self, request: Request, step: DecodeStep) -> None:
+        """Learn from a verified draft, up to the end of the text."""
+        assert step.draft is not None  # it has no confidence: on the device it could not be cut by it
+        self.controller.learn(request, step.draft, step.draft.path(step.tokens[:-1]))
+
     def learn(
         self, name: str, rows: Sequence[Row], results: list[RowResult], width: int, fences: Sequence[Fence]
     ) -> list[RowResult]:
-        """Learn from all drafts of a run; return the results, with the drafters dropped that do not pay.
+        """Learn from a run whose drafts are learned; return the results, with the drafters dropped that do not pay.
 
         fences: as in `observe_latency`, or only the first one if the run was not timed.
         """
@@ -112,15 +117,12 @@ class RunPlanner:
         planned = self.controller.latency.covers(len(rows))  # else the run drafted nothing because it was not measured
         if len(fences) > 1:
             self.observe_latency(name, len(rows), width, fences)
+        if width or not planned:
+            return results
         learned = []
         for row, result in zip(rows, results, strict=True):
-            for step in _until_the_end(row.request, result.decode_steps):
-                if step.draft is not None:  # it has no confidence: on the device it could not be cut by it
-                    self.controller.learn(row.request, step.draft, step.draft.path(step.tokens[:-1]))
-            if planned and not width:
-                self.controller.skip(row.request, _plain_steps(row.request, result) - 1)
-            dropped = planned and not width and self.controller.should_drop(row.request, len(rows))
-            learned.append(replace(result, dropped=dropped))
+            self.controller.skip(row.request, _plain_steps(row.request, result) - 1)
+            learned.append(replace(result, dropped=self.controller.should_drop(row.request, len(rows))))
         return learned
 
     def drafter(self, name: str) -> MultiStepDrafter:
@@ -128,20 +130,15 @@ class RunPlanner:
         return cast(MultiStepDrafter, self.spec_manager.drafter(name))
 
 
-def _until_the_end(request: Request, steps: Sequence[DecodeStep]) -> Iterator[DecodeStep]:
-    """Yield the steps up to the one in which the request ended."""
-    count = len(request.output)
-    for step in steps:
-        yield step
-        if any(request.ending(count + number, token) for number, token in enumerate(step.tokens, 1)):
-            return
-        count += len(step.tokens)
-
-
 def _plain_steps(request: Request, result: RowResult) -> int:
     """Return the steps of a run without drafts up to the one in which the request ended."""
-    steps = [DecodeStep(None, [token]) for token in result.tokens]
-    return sum(1 for _ in _until_the_end(request, steps))
+    if request.continues_after(result.tokens):
+        return len(result.tokens)
+    first = len(request.output) + 1
+    for number, token in enumerate(result.tokens):
+        if request.ending(first + number, token):
+            return number + 1
+    return len(result.tokens)
 
 
 class RunLength:

@@ -1,17 +1,19 @@
 """Follow a multi-step run from the host: read finished steps while later ones run, and stop when texts have ended.
 
-Drafts are accepted at different rates, so that texts of the same length end in different steps.
+Drafts are accepted at different rates, so that texts of the same length end in different steps. What the host does with
+a step while others run on the device costs no time.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from ..device import Device, Fence
-from ..request import Row
+from ..request import Request, Row
+from ..types import DecodeStep, Draft
 
 # Device time that is queued ahead of the host: another thread may keep the interpreter for its switch interval.
 QUEUED_SECONDS = 0.005
@@ -24,27 +26,44 @@ def queued_steps(step_seconds: float) -> int:
     return max(math.ceil(QUEUED_SECONDS / step_seconds), MIN_QUEUED) if step_seconds else MIN_QUEUED
 
 
+def as_draft(tokens: list[int]) -> Draft | None:
+    """Return the draft of a row of DecodeState.drafts."""
+    count = tokens.index(-1) if -1 in tokens else len(tokens)
+    return Draft(tokens[:count]) if count else None
+
+
 class RowProgress:
     """The tokens of one row, as far as the host has read them."""
 
     def __init__(self, row: Row) -> None:
-        request = row.request
+        self.request = request = row.request
         limit = min(request.max_length - len(request.prompt), request.params.max_tokens)
         self.remaining = limit - len(request.output)  # tokens that the text may still get
         self.stops = request.end_tokens.union(request.params.stop_token_ids)
+        self.tokens: list[int] = []  # those after the end of the text included
+        self.steps: list[DecodeStep] = []  # empty if the run drafts nothing
 
     def read(self, tokens: Sequence[int]) -> None:
+        self.tokens += tokens
         self.remaining -= len(tokens)
-        if not self.stops.isdisjoint(tokens):
+        if self.remaining > 0 and not self.stops.isdisjoint(tokens):
             self.remaining = 0
 
 
 class RunOutputs:
     """The outputs of all steps of a run on the host, as in RunBuffers.output."""
 
-    def __init__(self, device: Device, rows: Sequence[Row], steps: int, output: Tensor, queued: int) -> None:
-        """queued: steps that may run before the host has read their outputs."""
-        self.device, self.queued = device, queued
+    def __init__(
+        self,
+        device: Device,
+        rows: Sequence[Row],
+        steps: int,
+        output: Tensor,
+        queued: int,
+        learn: Callable[[Request, DecodeStep], None] | None = None,
+    ) -> None:
+        """queued: steps that may run before the host has read them. learn: called with each verified draft."""
+        self.device, self.queued, self.learn = device, queued, learn
         self.rows = [RowProgress(row) for row in rows]
         self.most = output.shape[1] // 2  # tokens that a row gets in one step: W + 1
         self.host = device.host_zeros((steps, *output.shape), output.dtype)
@@ -84,5 +103,10 @@ class RunOutputs:
         output: list[list[int]] = self.host[index].tolist()
         self.steps.append(output)
         for row, (count, *values) in zip(self.rows, output, strict=False):  # rows that pad come last
-            if row.remaining > 0:
-                row.read(values[:count])
+            tokens = values[:count]
+            if self.most > 1:
+                step = DecodeStep(as_draft(values[self.most : 2 * self.most - 1]), tokens)
+                row.steps.append(step)
+                if self.learn is not None and row.remaining > 0 and step.draft is not None:
+                    self.learn(row.request, step)
+            row.read(tokens)

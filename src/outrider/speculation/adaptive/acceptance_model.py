@@ -39,11 +39,12 @@ class Rates:
 
     def learn(self, key: int, value: float, weight: float = 1.0) -> None:
         """Learn a value; weight 0 only fades the ones before it."""
-        if self.learns:
-            total, weights = self._sums.get(key, (0.0, 0.0))
-            self._sums[key] = total * self._memory + value, weights * self._memory + weight
-        if self.method is not None:
-            self.method.learn(key, value, weight)
+        rates: Rates | None = self
+        while rates is not None:
+            if rates.learns:
+                total, weights = rates._sums.get(key, (0.0, 0.0))
+                rates._sums[key] = total * rates._memory + value, weights * rates._memory + weight
+            rates = rates.method
 
     def rate(self, key: int, prior: float | None = None) -> float:
         """Return the mean of a key; prior: instead of the one of the key."""
