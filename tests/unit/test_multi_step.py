@@ -319,6 +319,17 @@ def test_a_run_that_captures_graphs_is_not_timed(tiny_llm, tmp_path) -> None:
     assert first == 1 and len(others) > 1 and all(count > 1 for count in others)
 
 
+def test_runs_learn_from_their_drafts(tiny_llm, tmp_path) -> None:
+    """The draft model is the target, so all tokens are accepted."""
+    head = tiny_heads.make("draft_model", tmp_path)["model"]
+    llm = tiny_llm(speculate=f"draft_model:model={head},width=3", decode_steps=4)
+    planner, learned = llm.engine.runner.multi_step.planner, []
+    planner.width = lambda name, requests, others: 2
+    planner.controller.learn = lambda request, draft, path: learned.append((len(draft.tokens), path))
+    llm.generate([PROMPT], replace(PARAMS, max_tokens=24))
+    assert learned.count((2, [0, 1])) >= 6
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_passes_with_the_host_are_a_measure_where_there_are_no_others(tiny_llm, tmp_path, count: int) -> None:
     head = tiny_heads.make("draft_model", tmp_path)["model"]

@@ -110,6 +110,17 @@ def test_one_text_of_many_does_not_make_all_draft(easy: int, widths: list[int]) 
     assert [planner.width("draft", texts) for _ in widths] == widths
 
 
+@pytest.mark.parametrize(("max_tokens", "steps"), [(256, 16), (5, 5)])
+def test_steps_without_drafts_count_up_to_the_end_of_the_text(
+    planner: RunPlanner, monkeypatch: pytest.MonkeyPatch, max_tokens: int, steps: int
+) -> None:
+    skipped: list[int] = []
+    monkeypatch.setattr(planner.controller, "skip", lambda one, count: skipped.append(count))
+    one = Request("a", [0], SamplingParams(max_tokens=max_tokens), 0, max_length=10_000, method="draft", width=MOST)
+    planner.learn("draft", [Row(one, 0, [0], sample=True)], [RowResult([3] * 16, passes=16)], 0, marks(1.0, 0.1))
+    assert skipped == [steps - 1]  # `plan` has counted the first
+
+
 def test_a_run_that_was_not_timed_teaches_no_costs(planner: RunPlanner) -> None:
     before = planner.controller.latency.seconds(1, 7)
     learn(planner, [request()], 7, 0, marks(9.0, 9.0, rounds=0))

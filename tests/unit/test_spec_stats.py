@@ -44,3 +44,10 @@ def test_a_suspension_reads_as_a_sentence() -> None:
         "a step with 11 rows costs 1.50x of 8 rows here, 0.2x of it for drafting, and yields 1.10x the tokens "
         "at acceptance rate 0.50"
     )
+
+
+@pytest.mark.parametrize("parents", [None, [-1, 0, 1]], ids=["chain", "tree"])
+def test_a_path_ends_at_the_first_token_that_was_not_drafted(parents: list[int] | None) -> None:
+    draft = Draft([5, 6, 7], parents)
+    for tokens, count in (([], 0), ([5], 1), ([5, 9, 7], 1), ([9, 6, 7], 0), ([5, 6, 7], 3), ([5, 6, 7, 8], 3)):
+        assert draft.path(tokens) == list(range(count))
