@@ -149,7 +149,7 @@ class Batch:
     # [B, 3] int32, for recurrent layers: the slot that row b reads its state from, the slot that it writes it to, and
     # the leading tokens of the row that the written state has read; those after it may still be rejected.
     states: Tensor | None = None
-    prefix: int = 0  # positions before the tokens of the only row, as far as the host knows them
+    prefix: int = 0  # positions before the first token of a batch of one row; 0: none, or not known on the host
 
 
 @dataclass(frozen=True)

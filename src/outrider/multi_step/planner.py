@@ -101,15 +101,16 @@ class RunPlanner:
             self.controller.draft_latency(name).observe(width, median(spans[1::2]) / self.controller.latency.slowdown)
 
     def learn_step(self, request: Request, step: DecodeStep) -> None:
-        """Learn from a verified draft, up to the end of the text."""
+        """Learn how many tokens of a verified draft were accepted."""
         assert step.draft is not None  # it has no confidence: on the device it could not be cut by it
         self.controller.learn(request, step.draft, step.draft.path(step.tokens[:-1]))
 
     def learn(
         self, name: str, rows: Sequence[Row], results: list[RowResult], width: int, fences: Sequence[Fence]
     ) -> list[RowResult]:
-        """Learn from a run whose drafts are learned; return the results, with the drafters dropped that do not pay.
+        """Learn the latency of a run; return the results, with the drafters dropped that do not pay.
 
+        `learn_step` has learned from its drafts.
         fences: as in `observe_latency`, or only the first one if the run was not timed.
         """
         if not self.learns(name):

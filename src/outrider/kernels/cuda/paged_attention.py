@@ -288,7 +288,7 @@ def _attend(
         batch, row, begin, own, valid, window, skip, width * page, variant.causal, variant.anchored
     )  # [tile] each; empty for invalid lines
     highest = tl.max(last, 0)
-    # Of empty lines alone, the lowest position must be small: loops read the tables of tiles ahead, which may overflow.
+    # A tile without keys must not begin near 2**31: pipelined loops read the page tables of later tiles ahead.
     lowest = tl.min(tl.where(first <= last, first, highest + 1), 0)
     chunk = chunk_length(lowest, highest, strips, variant)
     own_chunk = tl.minimum(first, last) // chunk  # [tile]: the first chunk of each line
@@ -471,7 +471,7 @@ def branch_slots(slot, at, needed, node, position, batch, tokens, start):
         slot = tl.where(own >= 0, own, slot)
     else:
         while (node >= 0) & (position >= start):
-            # The loop over nodes is pipelined, and reaches beyond the last one.
+            # Triton pipelines the loop over nodes, and runs this branch for a node beyond the last one too.
             own = tl.load(batch.slots + node, mask=node < tokens.end, other=-1)
             slot = tl.where((at == position) & (own >= 0), own, slot)
             node = tl.load(batch.parents + node, mask=node < tokens.end, other=-1)
