@@ -31,7 +31,7 @@ from .types import Draft, SamplingParams
 log = logging.getLogger(__name__)
 TOKENS = 4  # of the text that warms up sampling
 PROMPTS = 2 * MAX_TOKENS + 16, 1040  # tokens of prompts that are not captured: attention has kernels for long ones
-PREFIXES = 4096, 8192, 16384, 32768  # positions before a chunk of a prompt: the lengths of slices in prompt_attention.py
+PREFIXES = 4096, 8192, 16384, 32768  # positions before a chunk of a prompt: lengths of slices in prompt_attention.py
 DRAFTED_KINDS = 3  # of sampling_kinds: sampled after drafts of all widths
 MAX_LOGPROBS = 32  # numbers of log-probabilities are rounded up to powers of two, and kernels compiled up to this one
 
