@@ -30,7 +30,8 @@ from .types import Draft, SamplingParams
 
 log = logging.getLogger(__name__)
 TOKENS = 4  # of the text that warms up sampling
-PROMPTS = 2 * MAX_TOKENS + 16, 1040  # tokens of prompts that are not captured: attention has kernels for long ones
+# Tokens of prompts that are not captured: quantized matmuls have tilings for the first two, attention for long ones.
+PROMPTS = 320, 384, 2 * MAX_TOKENS + 16, 1040
 PREFIXES = 4096, 8192, 16384, 32768  # positions before a chunk of a prompt: lengths of slices in prompt_attention.py
 DRAFTED_KINDS = 3  # of sampling_kinds: sampled after drafts of all widths
 MAX_LOGPROBS = 32  # numbers of log-probabilities are rounded up to powers of two, and kernels compiled up to this one

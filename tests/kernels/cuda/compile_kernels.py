@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -245,6 +246,9 @@ def tuned_matmuls() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"float {outputs}x{columns}", lambda c=columns, g=gated, t=tile: run("float", c, g, t)
     for (kind, outputs, columns, gated, rows), tile in quantized_matmul.TUNED.items():
         yield f"{kind} {outputs}x{columns}x{rows}", lambda k=kind, c=columns, g=gated, t=tile: run(k, c, g, t)
+    for kind, gated, rows in product(("int4", "int8", "fp8"), (False, True), quantized_matmul.USUAL):
+        tile = quantized_matmul.USUAL[rows]
+        yield f"{kind} of {rows} rows", lambda k=kind, g=gated, t=tile: run(k, 1024, g, t)
 
 
 def run(capability: int, allocates: bool) -> Report:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
 from carried import Carried
+from outrider import warm_up
+from outrider.device import graphs
 from outrider.kernels import Activation, Weight, cuda, reference
 from outrider.kernels.cases import CASES, Case, difference, inputs, layers
 from outrider.kernels.cases.case import LOOSE
@@ -206,6 +213,52 @@ def test_tilings_depend_on_the_matrix_alone() -> None:
     matrix = matrices.matrix(weight("q4_1", 40, 96), batch_invariant=True)
     tilings = [quantized_matmul.tiling(matrix, False, tokens) for tokens in (1, 16, 17, 1000)]
     assert len({(tile.outputs, tile.columns, tile.warps, tile.parts) for tile in tilings}) == 1
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int, bool, int], Tiling]]:
+    """Return the tiling on a GPU for N, K, gated and a number of rows; the interpreter has one for all."""
+    monkeypatch.setattr(quantized_matmul, "INTERPRETED", False)
+    quantized_matmul.choose.cache_clear()
+
+    def choose(outputs: int, columns: int, gated: bool, tokens: int) -> Tiling:
+        words = torch.empty(outputs, columns // 2, dtype=torch.int16, device="meta")
+        return quantized_matmul.tiling(matrices.Matrix("fp8", (outputs, columns), words, torch.bfloat16), gated, tokens)
+
+    yield choose
+    quantized_matmul.choose.cache_clear()
+
+
+SHAPES = [(2560, 9728, False), (19456, 2560, True), (4096, 14336, False), (5120, 17408, False), (1024, 2688, False)]
+
+
+@pytest.mark.parametrize(("outputs", "columns", "gated"), [*SHAPES, *quantized_matmul.SHAPES])
+def test_a_tiling_divides_its_matrix_and_fills_the_gpu(
+    outputs: int, columns: int, gated: bool, chosen: Callable[[int, int, bool, int], Tiling]
+) -> None:
+    for tokens in (1, 16, 17, 32, 33, 64, 65, 128, 129, 192, 193, 256, 257, 320, 384):
+        tile = chosen(outputs, columns, gated, tokens)
+        assert columns % (tile.columns * tile.parts) == 0
+        blocks = -(-tokens // tile.rows)
+        assert blocks * tile.rows - tokens < 64  # rows of padding
+        programs = blocks * -(-outputs // (1 + gated) // tile.outputs)
+        known = blocks == 1 and ("fp8", outputs, columns, gated, tile.rows) in quantized_matmul.TUNED
+        if not known and tile.parts > 1:
+            assert programs * tile.parts <= 396 and not (gated and programs > 66)
+        steps = columns // tile.columns // tile.parts  # of a program's loop
+        assert programs * tile.parts >= 33 or steps < 8 or steps % 2  # few programs only if loops cannot be halved
+
+
+def test_prompts_of_the_warm_up_have_all_tilings(chosen: Callable[[int, int, bool, int], Tiling]) -> None:
+    """A kernel is compiled for the rows of a tile, and for a split matrix."""
+    assert min(warm_up.PROMPTS) > graphs.MAX_TOKENS and max(warm_up.PROMPTS) > matmul.EXPANDED_ROWS
+    for outputs, (columns, gated) in product(range(1024, 32768, 512), ((4096, False), (14336, False), (4096, True))):
+
+        def kernels(counts: Iterable[int], shape: tuple[int, int, bool] = (outputs, columns, gated)) -> set[Any]:
+            tiles = [chosen(*shape, tokens) for tokens in counts if tokens <= matmul.EXPANDED_ROWS]
+            return {(replace(tile, parts=1), tile.parts > 1) for tile in tiles}
+
+        assert kernels(range(graphs.MAX_TOKENS + 1, 800)) == kernels(warm_up.PROMPTS)
 
 
 @pytest.mark.parametrize("kind", ["f32", "q4_1", "q6_k"])

@@ -56,10 +56,16 @@ class TileShape(NamedTuple):
 
 
 EMULATED_TILING = Tiling(128, PADDED, 4, 1)  # in the interpreter a tile costs the same whatever its size
-# For shapes that TUNED lacks, by the rows of activations per program.
-USUAL = {ROWS: Tiling(64, 256, 4, 3), 64: Tiling(128, 128, 8, 4, rows=64), 128: Tiling(128, 128, 8, 3, rows=128)}
+# For shapes that TUNED lacks, by the rows of activations per program. Measured on an H200 for models of 4B, 8B and 14B.
+USUAL = {
+    ROWS: Tiling(64, 256, 4, 3),
+    32: Tiling(64, 256, 4, 3, rows=32),
+    64: Tiling(64, 128, 4, 3, rows=64),
+    128: Tiling(128, 128, 8, 3, rows=128),
+}
+MANY_OUTPUTS = 32768  # as an LM head has them: programs of 64 rows then take the outputs of those of 128
 DEQUANTIZED = 32  # rows of the matrix that a program dequantizes
-PROGRAMS = 200  # with fewer, columns are split, if programs have few rows
+PROGRAMS = {4: 396, 8: 132}  # that split-k makes at most, by warps: those that run at once on 132 multiprocessors
 FEWEST_STEPS = 4  # iterations of a program's loop that split-k leaves
 # Matrices of Llama-3.1-8B as N, K, gated: qkv, attention output, gate and up, down, LM head.
 SHAPES = ((6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False), (128256, 4096, False))
@@ -81,7 +87,7 @@ MEASURED = {
         (128, 128, 8, 4, 4),
         (128, 128, 8, 4, 1),
         (128, 128, 8, 4, 4),
-        (128, 128, 8, 4, 1),
+        (128, 128, 8, 3, 1),
     ),
 }
 TUNED = {
@@ -95,25 +101,36 @@ def tiling(matrix: Matrix, gated: bool, tokens: int) -> Tiling:
     """Return the tiling for this many rows. Those of a batch-invariant matrix add in the same order."""
     outputs, columns = matrix.shape
     if matrix.batch_invariant:
-        tile = choose(matrix.kind, outputs, columns, gated, ROWS)
+        tile = choose(matrix.kind, outputs, columns, gated, ROWS, 1)
         return tile if tokens <= ROWS else replace(tile, rows=64, stages=min(tile.stages, 3))
-    return choose(matrix.kind, outputs, columns, gated, next((rows for rows in USUAL if tokens <= rows), max(USUAL)))
+    rows = rows_per_program(tokens)
+    return choose(matrix.kind, outputs, columns, gated, rows, triton.cdiv(tokens, rows))
+
+
+def rows_per_program(tokens: int) -> int:
+    """Return the rows of a tile for this many rows: a program unpacks its weights for each block of them."""
+    most = max(USUAL)
+    if tokens > most:
+        return most // 2 if 0 < tokens % most <= most // 2 else most
+    return next(rows for rows in USUAL if tokens <= rows)
 
 
 @cache
-def choose(kind: str, outputs: int, columns: int, gated: bool, rows: int) -> Tiling:
-    """Return the tiling with this many rows per program."""
+def choose(kind: str, outputs: int, columns: int, gated: bool, rows: int, blocks: int) -> Tiling:
+    """Return the tiling with this many rows per program, and this many blocks of them."""
     if INTERPRETED:
         return EMULATED_TILING
-    found = TUNED.get((kind, outputs, columns, gated, rows))
+    found = TUNED.get((kind, outputs, columns, gated, rows)) if blocks == 1 else None
     if found is not None:
         return found
     tile, padded = USUAL[rows], triton.cdiv(columns, PADDED) * PADDED
+    if rows == 64 and outputs >= MANY_OUTPUTS and not gated:
+        tile = replace(USUAL[128], rows=rows)
     if padded % tile.columns:
         tile = replace(tile, columns=PADDED)
-    programs, steps = triton.cdiv(outputs // 2 if gated else outputs, tile.outputs), padded // tile.columns
-    parts = 1
-    while rows < 128 and programs * parts < PROGRAMS and steps % (2 * parts) == 0 and steps >= 2 * parts * FEWEST_STEPS:
+    programs, steps = blocks * triton.cdiv(outputs // 2 if gated else outputs, tile.outputs), padded // tile.columns
+    most, parts = PROGRAMS[8 if gated else tile.warps], 1
+    while 2 * parts * programs <= most and steps % (2 * parts) == 0 and steps >= 2 * parts * FEWEST_STEPS:
         parts *= 2
     return replace(tile, parts=parts)
 
@@ -147,7 +164,7 @@ def launch(
         numbers = tile.outputs * tile.rows * (1 if activation is None else 2)  # of a program
         scratch = torch.empty(blocks * tiles * tile.parts, numbers, device=x.device)
         counters = matrix.split_counters  # each call leaves them at 0
-        if blocks > 1 or tiles > MOST_TILES:
+        if blocks * tiles > MOST_TILES:
             counters = torch.zeros(blocks * tiles, dtype=torch.int32, device=x.device)
         split = SplitK(scratch, counters)
     quantized_matmul_tile[(blocks, tiles, tile.parts)](
