@@ -16,7 +16,7 @@ from test_autoregressive import Same
 import tiny
 import tiny_heads
 from outrider import LLM, SamplingParams
-from outrider.kernels import load
+from outrider.kernels import Batch, LayerPages, load
 from outrider.request import Request
 from outrider.speculation import DraftBatch, DraftContext
 from outrider.speculation.adaptive import AdaptiveController
@@ -362,6 +362,29 @@ def test_chunks_of_a_prompt_are_not_counted_as_suspended_steps(
     params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
     spec_stats = llm.generate(tiny.prompt(33), params)[0].stats.speculation
     assert 0 < spec_stats.suspended <= spec_stats.widths[0] == spec_stats.steps == 6
+
+
+@pytest.mark.parametrize("steps", [0, 40])
+def test_the_target_keeps_no_states_of_a_prompt_that_is_not_read(
+    tiny_llm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    head = tiny_heads.make("eagle3", tmp_path)["model"]
+    llm = tiny_llm(speculate=f"eagle3:model={head}")
+    model, controller = llm.engine.runner.model, llm.engine.spec_manager.controller
+    kept: list[tuple[int, ...]] = []  # layers, by step
+    begun: list[tuple[Request, int]] = []
+    forward = model.forward
+
+    def watched(batch: Batch, pages: list[LayerPages], aux_layers: tuple[int, ...] = ()) -> object:
+        kept.append(tuple(aux_layers))
+        return forward(batch, pages, aux_layers)
+
+    monkeypatch.setattr(model, "forward", watched)
+    monkeypatch.setattr(controller, "begin", lambda *found: begun.append(found))
+    monkeypatch.setattr(controller, "suspended_steps", lambda request: steps if begun else 0)
+    llm.generate(tiny.prompt(33), SamplingParams(max_tokens=1, temperature=0))
+    assert [tokens for _, tokens in begun] == [33]
+    assert len(kept) == 1 and (kept[0] == ()) == (steps > 0)
 
 
 @pytest.mark.pairwise

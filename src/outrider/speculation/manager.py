@@ -286,11 +286,19 @@ class SpeculationManager:
     # ---- one step ----
 
     def aux_layers(self, rows: Sequence[Row]) -> tuple[int, ...]:
-        """Return the layers of the target whose states the drafters of these rows read."""
+        """Return the layers of the target whose states the drafters of these rows read.
+
+        A request may be suspended before its first token: then no drafter reads the states of its prompt.
+        """
         layers: set[int] = set()
         for row in rows:
-            if row.request.width and not self._skips_states(row.request):
-                layers.update(self.methods[row.request.method].needs.aux_layers)
+            request = row.request
+            if not request.width:
+                continue
+            if not request.output and request.method in self.controller.suspendable and self.adapts(request):
+                self.controller.begin(request, request.length - row.start)
+            if not self._skips_states(request):
+                layers.update(self.methods[request.method].needs.aux_layers)
         return tuple(sorted(layers))
 
     def _skips_states(self, request: Request) -> bool:
@@ -334,8 +342,6 @@ class SpeculationManager:
     def _is_suspended(self, outcome: RowOutcome, hidden: Tensor | None) -> bool:
         """Return whether the drafter is not called for this row; then store the states that it may need later."""
         request, controller = outcome.row.request, self.controller
-        if not request.output and self.adapts(request):
-            controller.begin(request, request.length - outcome.row.start)
         remaining, steps = controller.suspended_steps(request), min(len(outcome.tokens), 1)
         if not remaining:
             return False
