@@ -89,6 +89,7 @@ class Runner:
         if step.decode_steps > 1 and (results := self.multi_step.run(step)) is not None:
             return results
         started, rows = time.perf_counter(), step.rows
+        self.spec_manager.begin(rows)
         result = self._run_target(rows, self.spec_manager.aux_layers(rows))
         verified = time.perf_counter() - started
         if not result.recorded:

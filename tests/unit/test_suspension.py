@@ -382,9 +382,10 @@ def test_the_target_keeps_no_states_of_a_prompt_that_is_not_read(
     monkeypatch.setattr(model, "forward", watched)
     monkeypatch.setattr(controller, "begin", lambda *found: begun.append(found))
     monkeypatch.setattr(controller, "suspended_steps", lambda request: steps if begun else 0)
-    llm.generate(tiny.prompt(33), SamplingParams(max_tokens=1, temperature=0))
-    assert [tokens for _, tokens in begun] == [33]
-    assert len(kept) == 1 and (kept[0] == ()) == (steps > 0)
+    for _ in range(2):  # the second time two pages are cached
+        llm.generate(tiny.prompt(33), SamplingParams(max_tokens=1, temperature=0))
+    assert [tokens for _, tokens in begun] == [33, 1]
+    assert kept and all((layers == ()) == (steps > 0) for layers in kept)  # the last token may run by replay
 
 
 @pytest.mark.pairwise

@@ -285,20 +285,23 @@ class SpeculationManager:
 
     # ---- one step ----
 
-    def aux_layers(self, rows: Sequence[Row]) -> tuple[int, ...]:
-        """Return the layers of the target whose states the drafters of these rows read.
+    def begin(self, rows: Sequence[Row]) -> None:
+        """Decide whether the drafters of new requests read their prompts, before the target runs them.
 
-        A request may be suspended before its first token: then no drafter reads the states of its prompt.
+        If they do not, the target need not keep the hidden states of the prompts.
         """
-        layers: set[int] = set()
         for row in rows:
             request = row.request
-            if not request.width:
-                continue
-            if not request.output and request.method in self.controller.suspendable and self.adapts(request):
+            is_new = request.width > 0 and not request.output
+            if is_new and request.method in self.controller.suspendable and self.adapts(request):
                 self.controller.begin(request, request.length - row.start)
-            if not self._skips_states(request):
-                layers.update(self.methods[request.method].needs.aux_layers)
+
+    def aux_layers(self, rows: Sequence[Row]) -> tuple[int, ...]:
+        """Return the layers of the target whose states the drafters of these rows read."""
+        layers: set[int] = set()
+        for row in rows:
+            if row.request.width and not self._skips_states(row.request):
+                layers.update(self.methods[row.request.method].needs.aux_layers)
         return tuple(sorted(layers))
 
     def _skips_states(self, request: Request) -> bool:
