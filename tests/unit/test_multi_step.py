@@ -285,7 +285,7 @@ def test_landing_without_drafts() -> None:
 
 def test_drafts_are_learned_up_to_the_end_of_their_text() -> None:
     """The first text ends in its second step, of three. The second has no draft in its first step."""
-    learned: list[tuple[str, DecodeStep]] = []
+    learned: list[tuple[str, DecodeStep, int]] = []
     short, long = steady("short", [0], max_tokens=3), steady("long", [0])
     both = [Row(request, 1, [0], sample=True) for request in (short, long)]
     steps = [  # a count, three tokens, two drafted ones
@@ -293,12 +293,31 @@ def test_drafts_are_learned_up_to_the_end_of_their_text() -> None:
         [[2, 4, 8, -1, 4, 9], [2, 1, 2, -1, 1, 7]],
         [[1, 7, -1, -1, 6, 6], [1, 2, -1, -1, 8, 8]],
     ]
-    read(both, steps, lambda request, step: learned.append((request.id, step)))
+    read(both, steps, lambda request, step, width: learned.append((request.id, step, width)))
     assert learned == [
-        ("short", DecodeStep(Draft([5, 9]), [5, 6])),
-        ("short", DecodeStep(Draft([4, 9]), [4, 8])),
-        ("long", DecodeStep(Draft([1, 7]), [1, 2])),
-        ("long", DecodeStep(Draft([8, 8]), [2])),
+        ("short", DecodeStep(Draft([5, 9]), [5, 6]), 2),
+        ("short", DecodeStep(Draft([4, 9]), [4, 8]), 2),
+        ("long", DecodeStep(Draft([1, 7]), [1, 2]), 2),
+        ("long", DecodeStep(Draft([8, 8]), [2]), 2),
+    ]
+
+
+def test_tokens_that_a_lookup_did_not_find_are_learned() -> None:
+    """Not in the first step, whose draft is older than the run, nor where the end of the text may have cut it."""
+    learned: list[tuple[DecodeStep, int]] = []
+    steps = [  # a count, three tokens, two drafted ones: none, one, none, one, none
+        [[1, 5, -1, -1, -1, -1]],
+        [[2, 4, 8, -1, 4, -1]],
+        [[1, 7, -1, -1, -1, -1]],
+        [[1, 3, -1, -1, 6, -1]],
+        [[1, 2, -1, -1, -1, -1]],
+    ]
+    text = [Row(steady("a", [0], max_tokens=8), 1, [0], sample=True)]
+    read(text, steps, lambda request, step, width: learned.append((step, width)))
+    assert learned == [
+        (DecodeStep(Draft([4]), [4, 8]), 2),
+        (DecodeStep(None, [7]), 2),
+        (DecodeStep(Draft([6]), [3]), 2),
     ]
 
 
@@ -325,7 +344,7 @@ def test_runs_learn_from_their_drafts(tiny_llm, tmp_path) -> None:
     llm = tiny_llm(speculate=f"draft_model:model={head},width=3", decode_steps=4)
     planner, learned = llm.engine.runner.multi_step.planner, []
     planner.width = lambda name, requests, others: 2
-    planner.controller.learn = lambda request, draft, path: learned.append((len(draft.tokens), path))
+    planner.controller.learn = lambda request, draft, path, width: learned.append((len(draft.tokens), path))
     llm.generate([PROMPT], replace(PARAMS, max_tokens=24))
     assert learned.count((2, [0, 1])) >= 6
 

@@ -57,7 +57,7 @@ def learn(planner: RunPlanner, texts: list[Request], width: int, kept: int, time
     parts = [DecodeStep(Draft([7] * width), [7] * kept + [3]) for _ in range(16)]
     for one in texts:
         for part in parts:
-            planner.learn_step(one, part)
+            planner.learn_step(one, part, width)
     result = RowResult([token for part in parts for token in part.tokens], decode_steps=parts, passes=16)
     planner.learn("draft", [Row(one, 0, [0], sample=True) for one in texts], [result] * len(texts), width, times)
 
@@ -75,6 +75,19 @@ def test_widths_follow_what_was_kept(planner: RunPlanner, kept: int, least: int,
         if width:
             run(planner, one, width, min(kept, width))
     assert least <= planner.width("draft", [one]) <= most
+
+
+@pytest.mark.parametrize(("found", "widths"), [(1, {0, 1}), (16, {MOST})], ids=["in one of 16 steps", "in all steps"])
+def test_lookups_that_find_nothing_count_as_rejected(found: int, widths: set[int]) -> None:
+    """What is found is accepted, but a step takes the time of all rows whether something is found or not."""
+    planner, one = new_planner(), request()
+    for width in run_widths(MOST):
+        planner.observe_latency("draft", 1, width, marks(1.0 + 0.2 * width, 0.1))
+    for _ in range(12):
+        for number in range(16):
+            draft = Draft([7] * MOST) if number < found else None
+            planner.learn_step(one, DecodeStep(draft, [7] * MOST + [3] if draft else [3]), MOST)
+    assert planner.width("draft", [one]) in widths
 
 
 @pytest.mark.parametrize("kept", [1, 2, 3, 5])

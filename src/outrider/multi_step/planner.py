@@ -13,7 +13,7 @@ from ..device import Fence
 from ..device.graphs import padded
 from ..request import Request, Row, RowResult
 from ..speculation.manager import SpeculationManager
-from ..types import DecodeStep, FinishReason
+from ..types import DecodeStep, Draft, FinishReason
 from .state import DecodeState, MultiStepDrafter, StepDrafter
 
 WIDTHS = (1, 2, 3, 7, 15, 31)  # tokens drafted in a run, beside a method's maximum: each has CUDA graphs of its own
@@ -100,10 +100,10 @@ class RunPlanner:
         if with_drafts:
             self.controller.draft_latency(name).observe(width, median(spans[1::2]) / self.controller.latency.slowdown)
 
-    def learn_step(self, request: Request, step: DecodeStep) -> None:
-        """Learn how many tokens of a verified draft were accepted."""
-        assert step.draft is not None  # it has no confidence: on the device it could not be cut by it
-        self.controller.learn(request, step.draft, step.draft.path(step.tokens[:-1]))
+    def learn_step(self, request: Request, step: DecodeStep, width: int) -> None:
+        """Learn how many of `width` draft tokens were accepted: a step takes as long if a lookup found fewer."""
+        draft = step.draft or Draft([])  # it has no confidence: on the device it could not be cut by it
+        self.controller.learn(request, draft, draft.path(step.tokens[:-1]), width)
 
     def learn(
         self, name: str, rows: Sequence[Row], results: list[RowResult], width: int, fences: Sequence[Fence]

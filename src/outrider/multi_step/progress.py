@@ -60,9 +60,12 @@ class RunOutputs:
         steps: int,
         output: Tensor,
         queued: int,
-        learn: Callable[[Request, DecodeStep], None] | None = None,
+        learn: Callable[[Request, DecodeStep, int], None] | None = None,
     ) -> None:
-        """queued: steps that may run before the host has read them. learn: called with each verified draft."""
+        """queued: steps that may run before the host has read them.
+
+        learn: called with each step of a text, and the number of tokens that it was to draft.
+        """
         self.device, self.queued, self.learn = device, queued, learn
         self.rows = [RowProgress(row) for row in rows]
         self.most = output.shape[1] // 2  # tokens that a row gets in one step: W + 1
@@ -107,6 +110,9 @@ class RunOutputs:
             if self.most > 1:
                 step = DecodeStep(as_draft(values[self.most : 2 * self.most - 1]), tokens)
                 row.steps.append(step)
-                if self.learn is not None and row.remaining > 0 and step.draft is not None:
-                    self.learn(row.request, step)
+                # The first draft is older than the run, the last ones may be cut at the end of the text.
+                drafted = 0 if step.draft is None else len(step.draft.tokens)
+                width = self.most - 1 if index and row.remaining > self.most else drafted
+                if self.learn is not None and row.remaining > 0 and width:
+                    self.learn(row.request, step, width)
             row.read(tokens)

@@ -147,13 +147,17 @@ class AdaptiveController:
         """Learn that a call read `tokens` of prompts in `seconds`."""
         self._methods[method].reading.observe(tokens, seconds / self.latency.slowdown)
 
-    def learn(self, request: Request, draft: Draft, path: Sequence[int]) -> None:
-        """Learn that of a verified draft the tokens with the indices `path` were accepted."""
+    def learn(self, request: Request, draft: Draft, path: Sequence[int], width: int = 0) -> None:
+        """Learn that of a verified draft the tokens with the indices `path` were accepted.
+
+        width: tokens that were verified whatever was drafted; those that a chain lacks count as rejected.
+        """
         state, accepted = self._state(request), {-1, *path}
         if path and state.may_pay:
             state.backoff.repeat()
         if draft.confidence is None:
-            state.rates.learn_draft([float(index in accepted) for index in range(len(draft.tokens))], draft.parents)
+            outcomes = [float(index in accepted) for index in range(len(draft.tokens))]
+            state.rates.learn_draft(outcomes + [0.0] * (len(outcomes) < width), draft.parents)
             return
         for index, (parent, confidence) in enumerate(zip(draft.parent_indices(), draft.confidence, strict=True)):
             if parent in accepted:
