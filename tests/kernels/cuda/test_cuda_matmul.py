@@ -229,14 +229,23 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int, bool
     quantized_matmul.choose.cache_clear()
 
 
-SHAPES = [(2560, 9728, False), (19456, 2560, True), (4096, 14336, False), (5120, 17408, False), (1024, 2688, False)]
+SHAPES = [
+    (2560, 9728, False),
+    (19456, 2560, True),
+    (4096, 14336, False),
+    (5120, 17408, False),
+    (1024, 2688, False),
+    (1536, 8960, False),
+    (9728, 896, True),
+    (151936, 1536, False),
+]
 
 
 @pytest.mark.parametrize(("outputs", "columns", "gated"), [*SHAPES, *quantized_matmul.SHAPES])
 def test_a_tiling_divides_its_matrix_and_fills_the_gpu(
     outputs: int, columns: int, gated: bool, chosen: Callable[[int, int, bool, int], Tiling]
 ) -> None:
-    for tokens in (1, 16, 17, 32, 33, 64, 65, 128, 129, 192, 193, 256, 257, 320, 384):
+    for tokens in (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 192, 193, 256, 257, 320, 384):
         tile = chosen(outputs, columns, gated, tokens)
         assert columns % (tile.columns * tile.parts) == 0
         blocks = -(-tokens // tile.rows)

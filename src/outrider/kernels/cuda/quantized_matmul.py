@@ -56,25 +56,32 @@ class TileShape(NamedTuple):
 
 
 EMULATED_TILING = Tiling(128, PADDED, 4, 1)  # in the interpreter a tile costs the same whatever its size
-# For shapes that TUNED lacks, by the rows of activations per program. Measured on an H200 for models of 4B, 8B and 14B.
+# For shapes that TUNED lacks, by the rows of activations per program. Measured on an H200 for models of 4B, 8B and 14B,
+# those of 8 rows also for 0.5B to 1.5B. With 8 rows Triton uses matrix instructions of a warp, which need fewer
+# instructions beside them than those of a warpgroup.
 USUAL = {
+    8: Tiling(64, 128, 4, 4, rows=8),
     ROWS: Tiling(64, 256, 4, 3),
     32: Tiling(64, 256, 4, 3, rows=32),
     64: Tiling(64, 128, 4, 3, rows=64),
     128: Tiling(128, 128, 8, 3, rows=128),
 }
-MANY_OUTPUTS = 32768  # as an LM head has them: programs of 64 rows then take the outputs of those of 128
+# Outputs of an LM head: programs of 64 rows then take the tile of those of 128. For gated matmuls, too, programs of 8
+# rows take that of 16.
+MANY_OUTPUTS = 32768
 DEQUANTIZED = 32  # rows of the matrix that a program dequantizes
 # Programs that split-k makes at most, by their warps: as many as run at once on the 132 multiprocessors of an H200.
 # Gated matmuls, which have two sums, count as those of 8 warps: split-k made one of a 4B shape 1.5 times as slow.
 PROGRAMS = {4: 396, 8: 132}
-FEWEST_STEPS = 4  # iterations of a program's loop that split-k leaves
+FEWEST_STEPS = 3  # iterations of a program's loop that split-k leaves
 # Matrices of Llama-3.1-8B as N, K, gated: qkv, attention output, gate and up, down, LM head.
 SHAPES = ((6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False), (128256, 4096, False))
 # Measured on an H200 for SHAPES, by kind and rows per program: outputs, columns, warps, stages and parts of a Tiling.
 MEASURED = {
+    ("fp8", 8): ((64, 256, 4, 4, 4), (64, 128, 4, 6, 4), (64, 128, 4, 4, 1), (64, 512, 4, 3, 4), (64, 256, 4, 4, 1)),
     ("fp8", 16): ((64, 128, 4, 6, 4), (64, 128, 2, 4, 4), (64, 256, 4, 3, 1), (64, 256, 4, 4, 4), (64, 256, 4, 3, 1)),
     ("fp8", 64): ((64, 128, 4, 3, 4), (64, 128, 4, 4, 4), (64, 128, 4, 3, 1), (128, 128, 8, 4, 4), (128, 128, 8, 4, 1)),
+    ("int4", 8): ((64, 128, 4, 4, 4), (64, 128, 2, 6, 4), (64, 256, 4, 3, 1), (32, 256, 2, 4, 4), (128, 256, 4, 3, 1)),
     ("int4", 16): ((64, 128, 4, 4, 4), (64, 128, 2, 6, 4), (64, 256, 4, 4, 1), (128, 256, 4, 3, 8), (64, 256, 4, 3, 1)),
     ("int4", 64): (
         (64, 128, 4, 3, 4),
@@ -83,6 +90,7 @@ MEASURED = {
         (128, 128, 8, 4, 8),
         (128, 128, 8, 4, 1),
     ),
+    ("int8", 8): ((64, 256, 4, 4, 4), (32, 256, 2, 3, 4), (128, 256, 4, 3, 1), (32, 256, 2, 4, 2), (64, 256, 4, 3, 1)),
     ("int8", 16): ((64, 256, 4, 3, 4), (64, 128, 2, 4, 4), (64, 256, 4, 3, 1), (64, 128, 2, 4, 4), (64, 128, 4, 4, 1)),
     ("int8", 64): (
         (128, 128, 8, 4, 2),
@@ -128,6 +136,8 @@ def choose(kind: str, outputs: int, columns: int, gated: bool, rows: int, blocks
     tile, padded = USUAL[rows], triton.cdiv(columns, PADDED) * PADDED
     if rows == 64 and outputs >= MANY_OUTPUTS and not gated:
         tile = replace(USUAL[128], rows=rows)
+    if rows == 8 and (gated or outputs >= MANY_OUTPUTS):
+        tile = replace(USUAL[ROWS], rows=rows)
     if padded % tile.columns:
         tile = replace(tile, columns=PADDED)
     programs, steps = blocks * triton.cdiv(outputs // 2 if gated else outputs, tile.outputs), padded // tile.columns
