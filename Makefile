@@ -101,7 +101,7 @@ test-clients: $(VENV)/.developer
 
 test-cuda:
 	OUTRIDER_TEST_BACKENDS=cuda OUTRIDER_THREADS=1 OMP_NUM_THREADS=1 PYTHONPATH=src $(gpu_python) -m pytest -q \
-		tests/laws tests/kernels/cuda tests/unit/test_multi_step.py tests/unit/test_models.py tests/unit/test_gguf_architectures.py
+		tests/laws tests/kernels/cuda tests/unit/test_graph_shapes.py tests/unit/test_multi_step.py tests/unit/test_models.py tests/unit/test_gguf_architectures.py
 	PYTHONPATH=src $(gpu_python) -m pytest -q -m cuda tests/slow/test_cuda_soak.py
 	@if command -v compute-sanitizer > /dev/null; then $(MAKE) sanitize-cuda; \
 	else echo "compute-sanitizer is not on the PATH: \`make sanitize-cuda\` was left out"; fi

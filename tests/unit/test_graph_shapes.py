@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fake_device import FakeDevice
 from outrider import LLM, SamplingParams
-from outrider.device import HOST
+from outrider.device import HOST, open_device
 from outrider.device.graphs import Graphs, padded
 from outrider.input_batch import BatchBuilder, Shape, make_batch
 from outrider.request import Request, Row, Step
@@ -99,6 +99,65 @@ def test_nothing_is_captured_after_the_warm_up() -> None:
     assert graphs.is_usable("key") and not graphs.is_usable("other")
     graphs.capture("other", late)
     assert graphs.late_captures == 1
+
+
+def test_of_similar_work_only_the_first_runs_before_its_capture() -> None:
+    device, works = FakeDevice(), [Counter() for _ in range(4)]
+    graphs = Graphs(device)
+    for key, work in enumerate(works[:3]):
+        graphs.capture(key, work, "similar")
+    graphs.capture(3, works[3], "another")
+    assert [work.calls for work in works] == [1, 0, 0, 1] and device.captures == 4
+    graphs.freeze()
+    assert [graphs.run(key, work)[0].tolist() for key, work in enumerate(works)] == [
+        [20.0] * 2,
+        *[[10.0] * 2] * 2,
+        [20.0] * 2,
+    ]
+    assert device.replays == 4
+
+
+def test_work_runs_first_if_a_driver_loads_no_kernel_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, works, capture = FakeDevice(), [Counter() for _ in range(4)], FakeDevice.capture
+    graphs = Graphs(device)
+
+    def load(self: FakeDevice, run: Counter) -> object:
+        if not run.calls:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return capture(self, run)
+
+    monkeypatch.setattr(FakeDevice, "capture", load)
+    for key, work in enumerate(works):
+        graphs.capture(key, work, "similar")
+    assert [work.calls for work in works] == [1] * 4 and len(graphs.captured) == 4
+
+    def fails() -> None:
+        raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        graphs.capture("other", fails, "similar")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_capture_that_the_driver_ends_is_repeated() -> None:
+    device, state, calls = open_device("cuda"), torch.zeros(2, device="cuda"), []
+    graphs = Graphs(device)
+
+    def work() -> Tensor:
+        calls.append(len(calls))
+        if len(calls) == 1:
+            torch.cuda.synchronize()  # is not permitted
+        state.add_(1)
+        return state * 10
+
+    graphs.capture("first", lambda: state * 2, "similar")
+    graphs.capture("second", work, "similar")
+    graphs.capture("third", lambda: state + 1, "similar")
+    assert len(calls) == 3  # in a capture, alone, in another capture
+    for count in (2, 3):
+        assert graphs.run("second", work).tolist() == [10.0 * count] * 2
+        assert graphs.run("first", work).tolist() == [2.0 * count] * 2
+        assert graphs.run("third", work).tolist() == [1.0 + count] * 2
 
 
 def test_work_that_fails_does_so_each_time_and_harms_no_other() -> None:

@@ -32,7 +32,8 @@ class Graphs:
         self.frozen = False  # nothing more is captured
         self.late_captures = 0  # captured since `freeze`
         self.late_eager_runs = 0  # runs since `freeze` of a key that has no graph
-        self._warm: set[Hashable] = set()  # keys that have run once
+        self._warm: set[Hashable] = set()  # keys that have run once, and those of similar work
+        self._refuses_loading = False  # a capture has failed in which kernels may have been loaded
         self._graphs: dict[Hashable, Callable[[], Any]] = {}
 
     def run(self, key: Hashable, run: Callable[[], Result]) -> Result:
@@ -48,12 +49,24 @@ class Graphs:
             return run()
         return self._capture(key, run)()
 
-    def capture(self, key: Hashable, run: Callable[[], Result]) -> None:
-        """Run `run` once to compile its kernels, then capture it, unless that was done before."""
-        if key not in self._graphs:
-            run()
-            self._warm.add(key)
-            self._capture(key, run)
+    def capture(self, key: Hashable, run: Callable[[], Result], similar: Hashable = None) -> None:
+        """Run `run` once to compile its kernels, then capture it, unless that was done before.
+
+        similar: of work that has the same buffers and nearly the same kernels, only the first is run. Of the others few
+        kernels are compiled and loaded while they are captured. If the driver refuses that, all are run.
+        """
+        if key in self._graphs:
+            return
+        self._warm.add(key)
+        if similar is not None and similar in self._warm and not self._refuses_loading:
+            try:
+                self._capture(key, run)
+                return
+            except RuntimeError:
+                self._refuses_loading = True
+        run()
+        self._warm.add(similar)
+        self._capture(key, run)
 
     def freeze(self) -> None:
         """Capture nothing from now on, and count it if it happens."""

@@ -306,7 +306,9 @@ class MultiStepRunner:
         self.fill(buffers, [])
         drafter = buffers.drafter
         if not self.spec_manager.is_member(key[0]):  # members of combined drafters draft after steps with the host
-            self.graphs.capture(("target", *key), lambda: self._target(buffers))
+            name, rows, width, _, _, adapted = key
+            similar = "target", name, rows, width, adapted  # page tables and sampling change the fewest kernels
+            self.graphs.capture(("target", *key), lambda: self._target(buffers), similar)
         if drafter is not None and not self.eager_drafter:
             self.graphs.capture(("extend", *key), drafter.extend)
             if buffers.state.width:
