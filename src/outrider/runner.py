@@ -303,7 +303,8 @@ class Runner:
         shape = shape._replace(has_states=self.pages.recurrent is not None)
         inputs, batch = self._batch(shape)
         inputs.fill(BatchBuilder().pack(shape, self.device.alignment))
-        self.graphs.capture(("forward", shape), lambda: self._forward_into_outputs(batch))
+        similar = "forward", shape._replace(pages=0)  # page tables change the fewest kernels
+        self.graphs.capture(("forward", shape), lambda: self._forward_into_outputs(batch), similar)
 
     def run_padding(self, shape: Shape, prefix: int = 0) -> None:
         """Run a step of this shape without a request, to compile its kernels. prefix: as in Batch."""

@@ -247,7 +247,7 @@ def tuned_matmuls() -> Iterator[tuple[str, Callable[[], object]]]:
     for (kind, outputs, columns, gated, rows), tile in quantized_matmul.TUNED.items():
         yield f"{kind} {outputs}x{columns}x{rows}", lambda k=kind, c=columns, g=gated, t=tile: run(k, c, g, t)
     for kind, gated, rows in product(("int4", "int8", "fp8"), (False, True), quantized_matmul.USUAL):
-        tile = quantized_matmul.USUAL[rows]
+        tile = quantized_matmul.choose(kind, 3072, 1024, gated, rows, 1)
         yield f"{kind} of {rows} rows", lambda k=kind, g=gated, t=tile: run(k, 1024, g, t)
 
 

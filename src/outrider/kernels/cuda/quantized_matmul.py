@@ -21,7 +21,7 @@ from torch import Tensor
 from ..structures import Activation
 from .device import EMULATED, INTERPRETED, LAUNCH, fetch, loop_bound, multiply, rounded, wait
 from .epilogue import ROWS, Biases, SplitK, Tiling, finish, fitting_stages
-from .matrices import MOST_TILES, PADDED, PER_WORD, Matrix
+from .matrices import MANY_OUTPUTS, MOST_TILES, PADDED, PER_WORD, Matrix
 from .tables import looked_up_nibbles
 
 AHEAD: tl.constexpr = tl.constexpr(256)  # bytes of each row of the matrix that a program prefetches under PDL
@@ -66,9 +66,6 @@ USUAL = {
     64: Tiling(64, 128, 4, 3, rows=64),
     128: Tiling(128, 128, 8, 3, rows=128),
 }
-# Outputs of an LM head: programs of 64 rows then take the tile of those of 128. For gated matmuls, too, programs of 8
-# rows take that of 16.
-MANY_OUTPUTS = 32768
 DEQUANTIZED = 32  # rows of the matrix that a program dequantizes
 # Programs that split-k makes at most, by their warps: as many as run at once on the 132 multiprocessors of an H200.
 # Gated matmuls, which have two sums, count as those of 8 warps: split-k made one of a 4B shape 1.5 times as slow.
@@ -136,13 +133,13 @@ def choose(kind: str, outputs: int, columns: int, gated: bool, rows: int, blocks
     tile, padded = USUAL[rows], triton.cdiv(columns, PADDED) * PADDED
     if rows == 64 and outputs >= MANY_OUTPUTS and not gated:
         tile = replace(USUAL[128], rows=rows)
-    if rows == 8 and (gated or outputs >= MANY_OUTPUTS):
+    if rows == 8 and (outputs >= MANY_OUTPUTS or gated):
         tile = replace(USUAL[ROWS], rows=rows)
     if padded % tile.columns:
         tile = replace(tile, columns=PADDED)
     programs, steps = blocks * triton.cdiv(outputs // 2 if gated else outputs, tile.outputs), padded // tile.columns
     most, parts = PROGRAMS[8 if gated else tile.warps], 1
-    while 2 * parts * programs <= most and steps % (2 * parts) == 0 and steps >= 2 * parts * FEWEST_STEPS:
+    while 2 * parts * programs <= most and steps >= 2 * parts * FEWEST_STEPS:
         parts *= 2
     return replace(tile, parts=parts)
 
@@ -170,7 +167,7 @@ def launch(
     blocks, tiles = triton.cdiv(tokens, tile.rows), triton.cdiv(outputs, tile.outputs)
     split = SplitK(None, None)
     steps = matrix.data.shape[1] * PER_WORD[matrix.kind] // tile.columns
-    if steps % tile.parts or steps * tile.columns != matrix.data.shape[1] * PER_WORD[matrix.kind]:
+    if steps < tile.parts or steps * tile.columns != matrix.data.shape[1] * PER_WORD[matrix.kind]:
         raise ValueError(f"{tile} does not divide rows of {matrix.shape[1]} columns")
     if tile.parts > 1:
         numbers = tile.outputs * tile.rows * (1 if activation is None else 2)  # of a program
@@ -278,8 +275,9 @@ def quantized_matmul_tile(
     # Programs at the edge read the last row again, so that loads need no row mask.
     line = tl.minimum(output, outputs - 1).to(tl.int64)
     other_line = line + outputs  # of a gated matmul
-    steps = stride // step_words // parts  # of this program
-    begin = tl.program_id(2) * steps
+    all_steps = stride // step_words
+    begin = tl.program_id(2) * all_steps // parts
+    steps = (tl.program_id(2) + 1) * all_steps // parts - begin  # of this program: parts may differ by one
     own = words.data + line * stride + begin * step_words
     if steps * step_words >= AHEAD // 2:
         fetch(own, AHEAD, AHEAD)
