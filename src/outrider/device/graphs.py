@@ -7,12 +7,14 @@ up (kernels are compiled, memory is allocated), the second is captured, and all 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable
 from itertools import takewhile
 from typing import Any
 
 from .interface import Device, Result
 
+log = logging.getLogger(__name__)
 PADDING = ((16, 8), (64, 16), (256, 32), (1024, 128))  # (largest size, distance between padded sizes up to it)
 MAX_GRAPHS = 4096  # graphs kept; one more drops all of them, since shapes that came once rarely come again
 MIN_PAGES = 32  # entries of a page table: up to 512 tokens attention is not split
@@ -62,7 +64,8 @@ class Graphs:
             try:
                 self._capture(key, run)
                 return
-            except RuntimeError:
+            except RuntimeError as error:
+                log.info("a capture is repeated after a run of its kernels: %s", error)
                 self._refuses_loading = True
         run()
         self._warm.add(similar)
