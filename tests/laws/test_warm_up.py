@@ -145,12 +145,12 @@ def test_a_shape_that_was_not_captured_is_counted(start, monkeypatch: pytest.Mon
 
 
 def test_every_batch_has_a_captured_shape() -> None:
-    sizes, pages = set(step_sizes(64, 4)), pages_sizes(8192)
+    sizes, pages = set(step_sizes(64, 4)), pages_sizes(100_000)
     for rows in range(1, 65):
         for tokens in {rows, rows + 1, 2 * rows, 5 * rows, 100, MAX_TOKENS}:
             if rows <= tokens <= max(MAX_TOKENS, 5 * rows):
                 padded = padded_rows(rows)
                 assert (padded_tokens(tokens, padded), padded) in sizes
                 assert padded_tokens(tokens, padded) >= tokens and padded >= rows
-    assert {padded_pages(count) for count in range(1, 8193)} == set(pages)
+    assert {padded_pages(count) for count in range(1, 100_001)} == set(pages) == {32, 8192, 32768, 131072}
     assert len(sizes) * len(pages) < 100

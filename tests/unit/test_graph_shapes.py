@@ -290,7 +290,7 @@ PROMPT = [row("a", 5, [3], pages=2), row("b", 0, [4, 5, 6, 7])]
         ("FULL_DECODE_ONLY", PROMPT, None),
         ("FULL", DECODES, (4, 4, 32, False)),
         ("FULL", PROMPT, (16, 4, 32, False)),
-        ("FULL", [row("a", 5, [3], Draft([1, 2], [-1, -1])), row("b", 5, [3], pages=33)], (4, 4, 512, True)),
+        ("FULL", [row("a", 5, [3], Draft([1, 2], [-1, -1])), row("b", 5, [3], pages=33)], (4, 4, 8192, True)),
     ],
 )
 def test_gather_pads_what_is_to_be_recorded(make_runner, mode: str, rows: list[Row], recorded) -> None:
