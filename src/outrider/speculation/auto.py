@@ -42,8 +42,9 @@ class Candidate:
 # By backend; on the CPU by instruction-set level, where one has a line of its own. amx, avx512: two threads of a Xeon,
 # the latter with VNNI; `draft_model` with AMX: 16 threads, HumanEval alone. cpu: two cores of Neoverse-N1. cuda: an
 # H200. `suffix` is no candidate, although it is as fast as `ngram`: it drafts from the answers of other requests, and a
-# client that asks for a trace sees all drafts. On a GPU, lookups were not measured. `mtp`: the figures of other engines
-# (CPU: OpenVINO; GPU: SGLang, DeepSeek-R1), because no checkpoint with trained modules was at hand.
+# client that asks for a trace sees all drafts. On a GPU, `ngram` was measured with one model, before its matmuls became
+# faster. `mtp`: the figures of other engines (CPU: OpenVINO; GPU: SGLang, DeepSeek-R1), because no checkpoint with
+# trained modules was at hand.
 CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
     "amx": (
         Candidate("dspark", 1.51, ships=True),
