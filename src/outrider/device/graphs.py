@@ -63,7 +63,7 @@ class Graphs:
         if key in self._graphs:
             return
         self._warm.add(key)
-        if similar is not None and similar in self._warm and not self._refuses_loading:
+        if similar in self._warm and not self._refuses_loading:
             try:
                 self._capture(key, run)
                 return
@@ -71,7 +71,8 @@ class Graphs:
                 log.info("a capture is repeated after a run of its kernels: %s", error)
                 self._refuses_loading = True
         run()
-        self._warm.add(similar)
+        if similar is not None:
+            self._warm.add(similar)
         self._capture(key, run)
 
     def freeze(self) -> None:
