@@ -87,6 +87,21 @@ def test_no_request_waits_for_a_capture(start, method: str) -> None:
     assert texts == mix(start(method, cudagraph_mode="NONE"), (1, 3, 8), (11, 5))
 
 
+@pytest.mark.parametrize("method", ["none", "ngram", "eagle3", "tree"])
+def test_texts_outgrow_their_page_tables(start, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of 2, 4 and 16 pages: a text takes all three, and one of a batch may need a wider one than the others."""
+    monkeypatch.setattr("outrider.device.graphs.MIN_PAGES", 2)
+    monkeypatch.setattr("outrider.device.graphs.WIDE_PAGES", 4)
+    prompts = [[5, 6, 7], [3 + index % 50 for index in range(50)], [9] * 20]
+    texts = []
+    for options in ({}, {"cudagraph_mode": "NONE"}):
+        llm = start(method, max_context=128, **options)
+        outputs = [llm.generate(prompts[:count], replace(BASE, max_tokens=70)) for count in (1, 3)]
+        texts.append([visible(output) for batch in outputs for output in batch])
+        assert options or llm.engine.late_work.read() == LateWork()
+    assert texts[0] == texts[1]
+
+
 def test_measured_steps_are_replayed_and_not_counted_as_late(start) -> None:
     llm = start("eagle3")
     before = set(llm.engine.runner.graphs.captured)
