@@ -108,6 +108,10 @@ def test_of_similar_work_only_the_first_runs_before_its_capture() -> None:
         graphs.capture(key, work, "similar")
     graphs.capture(3, works[3], "another")
     assert [work.calls for work in works] == [1, 0, 0, 1] and device.captures == 4
+    others = [Counter(), Counter()]  # similar to none
+    for key, work in enumerate(others, 4):
+        graphs.capture(key, work)
+    assert [work.calls for work in others] == [1, 1]
     graphs.freeze()
     assert [graphs.run(key, work)[0].tolist() for key, work in enumerate(works)] == [
         [20.0] * 2,

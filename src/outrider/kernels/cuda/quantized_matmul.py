@@ -167,7 +167,7 @@ def launch(
     blocks, tiles = triton.cdiv(tokens, tile.rows), triton.cdiv(outputs, tile.outputs)
     split = SplitK(None, None)
     steps = matrix.data.shape[1] * PER_WORD[matrix.kind] // tile.columns
-    if steps < tile.parts or steps * tile.columns != matrix.data.shape[1] * PER_WORD[matrix.kind]:
+    if steps * tile.columns != matrix.data.shape[1] * PER_WORD[matrix.kind]:
         raise ValueError(f"{tile} does not divide rows of {matrix.shape[1]} columns")
     if tile.parts > 1:
         numbers = tile.outputs * tile.rows * (1 if activation is None else 2)  # of a program
