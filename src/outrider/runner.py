@@ -303,7 +303,7 @@ class Runner:
         shape = shape._replace(has_states=self.pages.recurrent is not None)
         inputs, batch = self._batch(shape)
         inputs.fill(BatchBuilder().pack(shape, self.device.alignment))
-        similar = "forward", shape._replace(pages=0)  # page tables change the fewest kernels
+        similar = "forward", shape._replace(pages=0)  # few kernels depend on the width of page tables
         self.graphs.capture(("forward", shape), lambda: self._forward_into_outputs(batch), similar)
 
     def run_padding(self, shape: Shape, prefix: int = 0) -> None:

@@ -307,7 +307,7 @@ class MultiStepRunner:
         drafter = buffers.drafter
         if not self.spec_manager.is_member(key[0]):  # members of combined drafters draft after steps with the host
             name, rows, width, _, _, adapted = key
-            similar = "target", name, rows, width, adapted  # page tables and sampling change the fewest kernels
+            similar = "target", name, rows, width, adapted  # few kernels depend on the rest
             self.graphs.capture(("target", *key), lambda: self._target(buffers), similar)
         if drafter is not None and not self.eager_drafter:
             self.graphs.capture(("extend", *key), drafter.extend)

@@ -57,8 +57,8 @@ class TileShape(NamedTuple):
 
 EMULATED_TILING = Tiling(128, PADDED, 4, 1)  # in the interpreter a tile costs the same whatever its size
 # For shapes that TUNED lacks, by the rows of activations per program. Measured on an H200 for models of 4B, 8B and 14B,
-# those of 8 rows also for 0.5B to 1.5B. With 8 rows Triton uses matrix instructions of a warp, which need fewer
-# instructions beside them than those of a warpgroup.
+# those of 8 rows also for 0.5B to 1.5B. With 8 rows Triton uses `mma.sync`, which needs fewer instructions beside it
+# than `wgmma`.
 USUAL = {
     8: Tiling(64, 128, 4, 4, rows=8),
     ROWS: Tiling(64, 256, 4, 3),
