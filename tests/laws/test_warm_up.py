@@ -20,6 +20,7 @@ from outrider.device.cuda import Cuda
 from outrider.device.graphs import MAX_TOKENS, padded_pages, padded_rows, padded_tokens, pages_sizes, step_sizes
 from outrider.kernels.compilations import COMPILATIONS
 from outrider.speculation.drafters.pass_graphs import PassGraphs
+from outrider.speculation.methods.ngram import NgramDrafter
 from outrider.warm_up import LateWork, drafters_of
 
 BASE = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -52,7 +53,7 @@ def start(request: pytest.FixtureRequest, tiny_folder, tmp_path_factory) -> Iter
         elif method == "tree":
             head = tiny_heads.make("eagle3", tmp_path_factory.mktemp("head"))
             given = with_options("eagle3", **{"width": 5, "branches": 2, "adaptive": adaptive, **head})
-        elif method not in ("none", "ngram"):
+        elif method.partition(":")[0] not in ("none", "ngram"):
             head = tiny_heads.make(method, tmp_path_factory.mktemp("head"))
             given = with_options(method, **{"width": 2, "adaptive": adaptive, **head})
         chosen = {**settings(request.param), "max_requests": 8, "decode_steps": 16, "prefix_cache": False, **options}
@@ -105,6 +106,28 @@ def test_texts_outgrow_their_page_tables(
         assert options or llm.engine.late_work.read() == LateWork()
     assert texts[0] == texts[1]
     assert "runs again" not in caplog.text  # no step failed
+
+
+def test_lookups_after_long_prompts_are_the_same_by_graphs(start, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [[3 + index % 9 for index in range(length)] for length in (50, 41, 12)]
+    seen: dict[int, list[object]] = {}
+    read: dict[int, int] = {}  # the most tokens of a step that the host read for a draft
+    propose = NgramDrafter.propose
+    for host_tokens in (30, 512):
+
+        def watch(self, contexts, *rest, key=host_tokens):  # type: ignore[no-untyped-def]
+            read[key] = max(read.get(key, 0), *[context.computed - context.start for context in contexts])
+            return propose(self, contexts, *rest)
+
+        monkeypatch.setattr(NgramDrafter, "propose", watch)
+        monkeypatch.setattr("outrider.multi_step.drafting.HOST_TOKENS", host_tokens)
+        llm = start("ngram:adaptive=no")
+        outputs = [llm.generate([prompt], replace(BASE, max_tokens=20))[0] for prompt in prompts]
+        outputs += llm.generate(prompts, replace(BASE, max_tokens=20))
+        assert llm.engine.late_work.read() == LateWork()
+        seen[host_tokens] = [(visible(output), output.stats.speculation) for output in outputs]
+    assert seen[30] == seen[512]
+    assert read[30] <= 30 and read[512] > 30
 
 
 def test_measured_steps_are_replayed_and_not_counted_as_late(start) -> None:

@@ -22,6 +22,8 @@ from .state import MultiStepDrafter
 if TYPE_CHECKING:
     from .loop import Key, MultiStepRunner, RunBuffers
 
+HOST_TOKENS = 512  # tokens that the host indexes for a lookup in the time that the graphs take to find a draft
+
 
 class CapturedDrafting:
     def __init__(self, runs: MultiStepRunner) -> None:
@@ -48,8 +50,10 @@ class CapturedDrafting:
         """Return the buffers of the narrowest captured run that drafts enough tokens."""
         runs = self.runs
         needs, widths = self.spec_manager.drafter(name).needs, [context.num_draft_tokens for context in contexts]
-        # On the host a lookup is faster than the graphs.
-        if not (runs.graphs.decoding and needs.multi_step and needs.costs_time) or runs.eager_drafter:
+        if not (runs.graphs.decoding and needs.multi_step) or runs.eager_drafter:
+            return None
+        new_tokens = sum(context.computed - context.start for context in contexts)
+        if not needs.costs_time and new_tokens <= HOST_TOKENS:  # a lookup
             return None
         size = runs.pages.page_size
         if any(len(context.request.pages) * size < context.computed + needs.lookahead for context in contexts):
