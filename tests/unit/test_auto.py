@@ -81,7 +81,7 @@ def test_the_shipped_figures_name_methods_and_models_that_exist() -> None:
     assert {candidate.method for candidate in candidates if candidate.ships} <= shipping
     named = {name for candidate in candidates for name in (candidate.target, candidate.draft_model) if name}
     assert named <= catalog.CATALOG.keys()
-    assert choose("smollm2-135m", "cuda") == "dspark" and choose("./some-model.gguf", "cuda") == "none"
+    assert choose("smollm2-135m", "cuda") == "dspark" and choose("./some-model.gguf", "cuda") == "ngram"
 
 
 @pytest.mark.parametrize("given", ["none", "ngram:width=3", " suffix+eagle3 ", "auto.method", "my.auto:x=1"])
