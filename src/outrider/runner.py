@@ -327,7 +327,8 @@ class Runner:
                 return  # measured in WarmUp
             row, planner = Row(request, 1, [0], sample=True), self.multi_step.planner
             for width in run_widths(most):
-                planner.observe_latency(method, 1, width, self.multi_step.warm_up(method, row, width))
+                name = method if width or not planner.can_miss_runs(method) else ""
+                planner.observe_latency(method, 1, width, self.multi_step.warm_up(name, row, width))
             return
         # Different tokens: rows of the same token would choose the same experts, and cost less than others.
         tokens = [(1 + index) % self.model.config.vocabulary for index in range(most)]

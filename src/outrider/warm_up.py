@@ -108,7 +108,8 @@ class WarmUp:
             for name, width in self._drafts(rows):
                 for pages, sampled, adapted in product(reversed(self.pages), (True, False), self.adapted):
                     runs.capture((name, rows, width, pages, sampled, adapted))
-                if name and runs.planner.learns(method):
+                is_timed = bool(name) or runs.planner.can_miss_runs(method)
+                if is_timed and runs.planner.learns(method):
                     timed[rows, width] = runs.time_padding((name, rows, width, self.pages[0], False, False))
         runs.planner.begin(method, timed, most)
 
@@ -132,7 +133,8 @@ class WarmUp:
             most = self.spec_manager.methods[name].needs.width
             fixed = {plan.width(rows) if plan.widths else most}
             for width in sorted(set(run_widths(most)) if plan.adaptive else fixed, reverse=True):
-                yield name, width
+                if width or not self.runner.multi_step.planner.can_miss_runs(name):
+                    yield name, width
 
     def _capture_steps(self) -> None:
         """Capture steps with the host: prompts, and what needs the host after each token."""

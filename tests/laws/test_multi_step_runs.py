@@ -20,6 +20,7 @@ from outrider import LLM, Output, SamplingParams
 from outrider.device.cpu import Cpu
 from outrider.speculation.adaptive.controller import AdaptiveController
 from outrider.speculation.adaptive.latency_model import LatencyCurve, LatencyModel
+from outrider.speculation.methods.ngram import NgramDrafter
 from outrider.types import StructuredOutput
 
 # Multi-step runs share their code across backends; `reference`, which is slow, runs a selection.
@@ -148,9 +149,9 @@ def test_drafters_that_do_not_pay_are_dropped_before_a_run(
         llm.engine.spec_manager.controller.latency.observe(batch_size, 0, 1.0)
     runs: list[str] = []  # the drafter of each run
     planner = llm.engine.runner.multi_step.planner
-    learn, drop = planner.learn, planner.drop
+    learn, finish_plain = planner.learn, planner.finish_plain
     monkeypatch.setattr(planner, "learn", lambda name, *rest: runs.append(name) or learn(name, *rest))
-    monkeypatch.setattr(planner, "drop", lambda *rest: runs.append("") or drop(*rest))
+    monkeypatch.setattr(planner, "finish_plain", lambda *given: runs.append("") or finish_plain(*given))
     outputs = llm.generate(PROMPTS[:2], params)
     assert [visible(output) for output in outputs] == [visible(output) for output in expected]
     assert runs.count("eagle3") <= (0 if mixed else 2) and runs.count("") >= 5
@@ -158,6 +159,36 @@ def test_drafters_that_do_not_pay_are_dropped_before_a_run(
     assert counted[0].suspended >= 55  # after the drop too
     assert all(spec_stats.suspended <= spec_stats.widths[0] for spec_stats in counted)
     llm.engine.scheduler.check()
+
+
+def test_lookups_miss_runs_without_drafts(tiny_llm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a run has no drafter. Later ones draft again, from the whole text."""
+    params = [replace(BASE, max_tokens=60)] * 3
+    expected = tiny_llm().generate(PROMPTS[:3], params)
+    llm = tiny_llm(speculate="ngram", decode_steps=3)
+    runner, widths, runs = llm.engine.runner.multi_step, cycle([0, 0, 3, 0, 2]), []
+    monkeypatch.setattr(runner.planner, "width", lambda *given: next(widths))
+    launch = runner._launch
+    monkeypatch.setattr(runner, "_launch", lambda buffers, key, *rest: runs.append(key) or launch(buffers, key, *rest))
+    outputs = llm.generate(PROMPTS[:3], params)
+    assert [visible(output) for output in outputs] == [visible(output) for output in expected]
+    assert {key[:3:2] for key in runs} == {("", 0), ("ngram", 3), ("ngram", 2)}
+    assert sum(output.stats.speculation.accepted for output in outputs) > 0
+    llm.engine.scheduler.check()
+
+
+def test_the_host_makes_no_lookups_while_runs_have_no_drafts(tiny_llm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a prompt: the run that follows would not verify it."""
+    lookups: list[int] = []
+    draft = NgramDrafter.draft
+    monkeypatch.setattr(NgramDrafter, "draft", lambda self, *given: lookups.append(given[-1]) or draft(self, *given))
+    llm = tiny_llm(speculate="ngram", decode_steps=3)
+    for suspended, count in (({"ngram"}, 0), (set(), 1), ({"another"}, 2)):
+        llm.engine.spec_manager.controller.suspended_runs = suspended
+        llm.engine.add(PROMPT, replace(BASE, max_tokens=20))
+        llm.engine.step()
+        assert len(lookups) == count
+        llm.engine.abort(next(iter(llm.engine.parents)))
 
 
 @FAST
@@ -258,7 +289,7 @@ def test_drafters_with_kv_draft_again_after_runs_without_drafts(tiny_llm, tmp_pa
     speculate = with_options(name, adaptive="no", **tiny_heads.make(name, tmp_path))
     stepwise, llm = tiny_llm(speculate=speculate), tiny_llm(speculate=speculate, decode_steps=3)
     widths = cycle([0, 3, 0, 2])
-    llm.engine.runner.multi_step.planner.width = lambda name, requests, others: next(widths)  # type: ignore[method-assign]
+    llm.engine.runner.multi_step.planner.width = lambda name, requests, others, steps: next(widths)  # type: ignore[method-assign]
     params = [replace(BASE, max_tokens=36)] * 3
     expected, outputs = (one.generate(PROMPTS[:3], params) for one in (stepwise, llm))
     assert [visible(output) for output in outputs] == [visible(output) for output in expected]

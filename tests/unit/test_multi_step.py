@@ -325,7 +325,7 @@ def test_a_run_that_captures_graphs_is_not_timed(tiny_llm, tmp_path) -> None:
     head = tiny_heads.make("draft_model", tmp_path)["model"]
     llm = tiny_llm(speculate=f"draft_model:model={head},width=3", decode_steps=2)
     rounds = llm.engine.runner.multi_step
-    rounds.planner.width = lambda name, requests, others: 2  # which was not rehearsed
+    rounds.planner.width = lambda name, requests, others, steps: 2  # which was not rehearsed
     learn, fences = rounds.planner.learn, []
 
     def learn_and_note(name, rows, results, width, measured):  # type: ignore[no-untyped-def]
@@ -343,7 +343,7 @@ def test_runs_learn_from_their_drafts(tiny_llm, tmp_path) -> None:
     head = tiny_heads.make("draft_model", tmp_path)["model"]
     llm = tiny_llm(speculate=f"draft_model:model={head},width=3", decode_steps=4)
     planner, learned = llm.engine.runner.multi_step.planner, []
-    planner.width = lambda name, requests, others: 2
+    planner.width = lambda name, requests, others, steps: 2
     planner.controller.learn = lambda request, draft, path, width: learned.append((len(draft.tokens), path))
     llm.generate([PROMPT], replace(PARAMS, max_tokens=24))
     assert learned.count((2, [0, 1])) >= 6
@@ -369,7 +369,7 @@ def test_rounds_that_draft_nothing_leave_a_drafter_that_knows_the_text(tiny_llm,
     llm = tiny_llm(speculate=f"draft_model:model={head},width=3,adaptive=no", decode_steps=2)
     planner, widths = llm.engine.runner.multi_step.planner, []
 
-    def alternate(name: str, requests: object, others: int) -> int:
+    def alternate(name: str, requests: object, others: int, steps: int) -> int:
         widths.append(0 if len(widths) % 2 == 0 else 3)
         return widths[-1]
 

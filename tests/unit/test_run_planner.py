@@ -11,6 +11,7 @@ from outrider.device.graphs import padded, padded_sizes
 from outrider.multi_step.planner import WIDTHS, RunPlanner, run_widths
 from outrider.request import Request, Row, RowResult
 from outrider.speculation.adaptive import AdaptiveController
+from outrider.speculation.adaptive.backoff import EXPLORATION_SHARE
 from outrider.types import DecodeStep, Draft, SamplingParams
 
 MOST = 8
@@ -111,9 +112,9 @@ def test_the_width_of_a_run_is_the_fastest_of_those_that_have_graphs(kept: int, 
     assert speed(planner.width("draft", texts)) >= 0.97 * max(map(speed, run_widths(MOST)))
 
 
-@pytest.mark.parametrize(("easy", "widths"), [(1, [1, 0, 0]), (64, [MOST] * 3)])
+@pytest.mark.parametrize(("easy", "widths"), [(1, [0, 0, 0]), (64, [MOST] * 3)])
 def test_one_text_of_many_does_not_make_all_draft(easy: int, widths: list[int]) -> None:
-    """A run drafts as many tokens for every request. The first one may be a probe of the others."""
+    """A run drafts as many tokens for every request."""
     planner, texts = new_planner(), [request() for _ in range(64)]
     for each in (*run_widths(MOST), *run_widths(MOST)):
         planner.observe_latency("draft", 64, each, marks(5.0 + 0.05 * 64 * each, 0.4))
@@ -121,6 +122,66 @@ def test_one_text_of_many_does_not_make_all_draft(easy: int, widths: list[int]) 
         for _ in range(4):
             run(planner, one, MOST, MOST if number < easy else 0)
     assert [planner.width("draft", texts) for _ in widths] == widths
+
+
+def hard_texts(planner: RunPlanner, count: int) -> list[Request]:
+    """Return texts whose drafts are rejected, so that the method is known to pay for none of them."""
+    for each in (*run_widths(MOST), *run_widths(MOST)):
+        planner.observe_latency("draft", count, each, marks(1.0 + 0.3 * each, 0.0))
+    texts = [request() for _ in range(count)]
+    for one in texts:
+        for _ in range(3 + 40 // count):
+            learn(planner, [one], MOST, 0, [Mark(0.0)])
+    return texts
+
+
+def end(planner: RunPlanner, tokens: int) -> None:
+    """End a text of this many tokens."""
+    text = request()
+    planner.learn_step(text, DecodeStep(None, [3]), 0)
+    text.output.extend([7] * tokens)
+    planner.controller.forget(text)
+
+
+@pytest.mark.parametrize("count", [1, 64])
+def test_a_probe_waits_until_its_loss_is_a_small_share(count: int) -> None:
+    """All requests make it in all steps of a run; texts that have ended pay for it."""
+    planner, steps = new_planner(), 16
+    hard_texts(planner, count)
+    tokens, loss = 0, 0.3 * steps * count
+    while not planner.width("draft", [request() for _ in range(count)], 0, steps):
+        assert planner.controller.suspended_runs == {"draft"}
+        assert EXPLORATION_SHARE * tokens <= loss
+        end(planner, 500)
+        tokens += 500
+    assert EXPLORATION_SHARE * tokens >= 0.8 * loss  # a few tokens are expected to be accepted
+    assert planner.controller.suspended_runs == set()
+    assert planner.width("draft", [request() for _ in range(count)], 0, steps) == 0  # what was saved is spent
+
+
+def test_requests_that_all_pause_are_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner = new_planner()
+    texts, asked = hard_texts(planner, 8), []
+    table = planner.controller.latency.table
+    monkeypatch.setattr(planner.controller.latency, "table", lambda *given: asked.append(0) or table(*given))
+    assert [planner.width("draft", texts, 0, 4) for _ in range(9)] == [0] * 9
+    before = len(asked)
+    assert planner.width("draft", texts, 0, 4) == 0 and len(asked) == before
+    assert planner.width("draft", [*texts[1:], request()], 0, 4) == 0 and len(asked) > before  # one of them is new
+    assert all(one.spec_stats.suspended == 11 for one in texts[1:])
+
+
+@pytest.mark.parametrize(("drops", "adaptive"), [(False, True), (True, True), (False, False)])
+def test_a_plain_run_counts_its_steps_and_tells_the_latency(drops: bool, adaptive: bool) -> None:
+    planner, one = new_planner(), request()
+    planner.plan.adaptive = adaptive
+    plain = Request("b", [0], SamplingParams(), 0, max_length=10_000)
+    rows = [Row(each, 0, [0], sample=True) for each in (one, plain)]
+    results = planner.finish_plain(rows, [RowResult([3] * 16, passes=16)] * 2, marks(2.0, 0.0), drops)
+    assert [result.dropped for result in results] == [drops, False]
+    assert planner.controller.latency.covers(2) == adaptive
+    if adaptive:
+        assert planner.controller.latency.seconds(2, 0) == 2.0
 
 
 @pytest.mark.parametrize(("max_tokens", "steps"), [(256, 16), (5, 5)])

@@ -100,9 +100,10 @@ class MultiStepRunner:
         name, others = next(iter(names), ""), len(requests) - len(drafting)
         if not self.planner.ready(name, drafting):
             return None
-        width = self.planner.width(name, drafting, others)
+        width = self.planner.width(name, drafting, others, step.decode_steps)
         drops = not width and self.planner.drops(name, drafting, others, step.decode_steps)
-        if drops:
+        is_plain = drops or (not width and self.planner.can_miss_runs(name))
+        if is_plain:
             name = ""
         elif name and others:
             return None
@@ -114,7 +115,8 @@ class MultiStepRunner:
                 return None
         self.fill(buffers, step.rows)
         learns = self.planner.learns(name)
-        timed, queued = TIMED_STEPS if buffers.captured and learns else 0, queued_steps(self.step_seconds)
+        timed = TIMED_STEPS if buffers.captured and (learns or is_plain) else 0
+        queued = queued_steps(self.step_seconds)
         learn = self.planner.learn_step if learns else None
         outputs = RunOutputs(self.device, step.rows, step.decode_steps, buffers.output, queued, learn)
         fences = self._launch(buffers, key, step.decode_steps, timed, outputs, processing)
@@ -134,8 +136,8 @@ class MultiStepRunner:
         if width and self.verifier.reads_drafts:
             ignored = [sum(output[row][-1] for output in listed) for row in range(len(requests))]
             self.spec_manager.count_nonfinite(requests, ignored)
-        if drops:
-            return self.planner.drop(step.rows, results)
+        if is_plain:
+            return self.planner.finish_plain(step.rows, results, fences, drops)
         return self.planner.learn(name, step.rows, results, width, fences)
 
     def warm_up(self, name: str, row: Row, width: int) -> list[Fence]:

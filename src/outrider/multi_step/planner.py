@@ -43,7 +43,7 @@ class RunPlanner:
     def bind(self, name: str, state: DecodeState) -> StepDrafter | None:
         return self.drafter(name).bind(state) if name else None
 
-    def width(self, name: str, requests: Sequence[Request], others: int = 0) -> int:
+    def width(self, name: str, requests: Sequence[Request], others: int = 0, decode_steps: int = 1) -> int:
         """Return how many tokens all requests draft in each step of the next run. others: requests beside these."""
         if not name:
             return 0
@@ -55,25 +55,40 @@ class RunPlanner:
         ]
         if not all(map(self.spec_manager.adapts, requests)):
             return max(limits)
-        return self.controller.plan_uniform(requests, limits, run_widths(max(limits)), others)
+        return self.controller.plan_uniform(requests, limits, run_widths(max(limits)), others, decode_steps)
 
     def drops(self, name: str, requests: Sequence[Request], others: int, decode_steps: int) -> bool:
         """Return whether requests that draft nothing in the next run continue without their drafter.
 
         It follows their texts meanwhile, which may cost too much. Beside requests without a drafter it cannot.
         """
-        if not self.learns(name) or not all(map(self.spec_manager.adapts, requests)):
+        if not self.learns(name) or self.can_miss_runs(name) or not all(map(self.spec_manager.adapts, requests)):
             return False
         batch_size = len(requests) + others
         if not self.controller.latency.covers(batch_size):
             return False
         return others > 0 or all(self.controller.should_drop(request, batch_size, decode_steps) for request in requests)
 
-    def drop(self, rows: Sequence[Row], results: list[RowResult]) -> list[RowResult]:
-        """Return the results of a run that began without the drafters of its requests: they are dropped."""
+    def can_miss_runs(self, name: str) -> bool:
+        """Return whether the drafter may miss runs without drafts: a lookup reads the texts later."""
+        return bool(name) and not self.spec_manager.methods[name].needs.costs_time
+
+    def finish_plain(
+        self, rows: Sequence[Row], results: list[RowResult], fences: Sequence[Fence], drops: bool
+    ) -> list[RowResult]:
+        """Learn from a run without the drafters of its requests; return its results. drops: the drafters are dropped.
+
+        fences: as in `observe_latency`, or only the first one if the run was not timed.
+        """
+        if not self.plan.adaptive:
+            return results
+        if len(fences) > 1:
+            self.controller.latency.observe(len(rows), 0, median(_spans(fences)[::2]))
         for row, result in zip(rows, results, strict=True):
             if row.request.width:
                 self.controller.skip(row.request, _plain_steps(row.request, result) - 1)
+        if not drops:
+            return results
         return [replace(result, dropped=row.request.width > 0) for row, result in zip(rows, results, strict=True)]
 
     def learns(self, name: str) -> bool:
@@ -95,7 +110,7 @@ class RunPlanner:
     ) -> None:
         """Measure a run. fences: at the start, then after each pass of the target and after each draft."""
         self.controller.multi_step.add(name)
-        spans = [later.since(earlier) for earlier, later in pairwise(fences)]
+        spans = _spans(fences)
         self.controller.latency.observe(batch_size, batch_size * width, median(spans[::2]))
         if with_drafts:
             self.controller.draft_latency(name).observe(width, median(spans[1::2]) / self.controller.latency.slowdown)
@@ -129,6 +144,11 @@ class RunPlanner:
     def drafter(self, name: str) -> MultiStepDrafter:
         """Return the drafter of a method whose `needs.multi_step` is set."""
         return cast(MultiStepDrafter, self.spec_manager.drafter(name))
+
+
+def _spans(fences: Sequence[Fence]) -> list[float]:
+    """Return the seconds between each two fences."""
+    return [later.since(earlier) for earlier, later in pairwise(fences)]
 
 
 def _plain_steps(request: Request, result: RowResult) -> int:

@@ -469,7 +469,7 @@ class SpeculationManager:
 
     def _contexts(self, name: str, outcomes: list[RowOutcome], timed: bool, blind: bool) -> list[DraftContext]:
         """Return the context of each row, with the number of tokens to draft and the thresholds at which they pay."""
-        widths, contexts = self._widths(self.methods[name], outcomes, blind), []
+        widths, contexts = self._widths(name, outcomes, blind), []
         thresholds = self.controller.thresholds(name, self._batch_size) if timed and not blind else NO_THRESHOLDS
         for outcome, width in zip(outcomes, widths, strict=True):
             adapts = thresholds is not NO_THRESHOLDS and self.adapts(outcome.row.request)
@@ -499,15 +499,16 @@ class SpeculationManager:
         self._last_token.fill(tokens)
         return self._last_token.tensor
 
-    def _widths(self, proposer: Proposer, outcomes: list[RowOutcome], blind: bool) -> list[int]:
+    def _widths(self, name: str, outcomes: list[RowOutcome], blind: bool) -> list[int]:
         """Return how many tokens to draft for each row: as many as fit, or as pay if drafting costs time."""
-        needs = proposer.needs
+        needs = self.methods[name].needs
         most = self.plan.width(self._batch_size) if self.plan.widths else needs.width
         widths = []
         for outcome in outcomes:
             widths.append(0 if not outcome.tokens or outcome.ends else self._max_width(outcome, most))
         if not (needs.costs_time and self.plan.adaptive):
-            return widths
+            # The next multi-step run would not verify what a lookup found now.
+            return [0] * len(widths) if name in self.controller.suspended_runs else widths
         drafting = [row for row, width in enumerate(widths) if width > 0 and self.adapts(outcomes[row].row.request)]
         if not drafting:
             return widths

@@ -48,6 +48,9 @@ class Method:
         self.reading = LatencyCurve()  # of a prompt and the first draft after it, by tokens
         self.speed = 0.0  # expected tokens a second of each request; fading mean, 0: not known yet
 
+    def observe_speed(self, speed: float) -> None:
+        self.speed += (1 - REQUEST_MEMORY if self.speed else 1.0) * (speed - self.speed)
+
 
 class State:
     """The state of a request."""
@@ -78,6 +81,7 @@ class AdaptiveController:
         """suspendable: methods that cost nothing while they are not called; others follow every token."""
         self.latency, self.suspendable = LatencyModel(), set(suspendable)
         self.multi_step: set[str] = set()  # methods timed in multi-step runs: a step with the host takes longer
+        self.suspended_runs: set[str] = set()  # methods that drafted nothing in the last multi-step run: it did not pay
         self._methods: defaultdict[str, Method] = defaultdict(Method)
         self._requests: dict[Request, State] = {}
 
@@ -208,25 +212,54 @@ class AdaptiveController:
         return widths
 
     def plan_uniform(
-        self, requests: Sequence[Request], limits: Sequence[int], widths: Sequence[int], others: int = 0
+        self,
+        requests: Sequence[Request],
+        limits: Sequence[int],
+        widths: Sequence[int],
+        others: int = 0,
+        steps: int = 1,
     ) -> int:
-        """Return how many tokens each request drafts if all must draft as many: the fastest of `widths`.
+        """Return how many tokens all requests draft in each of `steps` steps: the fastest of `widths`.
 
-        If that is 0, a probe that `plan` wants is made for all of them.
+        limits: tokens that each request may draft. others: requests of the steps beside these. If the fastest width is
+        0, a probe drafts one token for all requests in all steps, so its loss must be a small share of the time of all
+        texts that have ended.
         """
-        planned = self.plan(requests, limits, others)
-        if not any(planned):
+        batch_size, most = len(requests) + others, max(widths)
+        if not self.latency.covers(batch_size):
+            return 0  # measure steps without drafts first
+        states, name = [self._state(request) for request in requests], requests[0].method
+        self.suspended_runs.add(name)
+        if all(state.backoff.remaining for state in states):
+            for request in requests:
+                self.skip(request)
             return 0
-        states, batch_size, most = [self._state(request) for request in requests], len(requests) + others, max(widths)
-        verification, drafting = self.latency.table(batch_size, len(requests) * most), self._drafting(requests[0], most)
+        verification = self.latency.table(batch_size, len(requests) * most)[:: len(requests)]  # by width
+        drafting = self._drafting(requests[0], most)
         acceptance = [state.rates.acceptance(limit) for state, limit in zip(states, limits, strict=True)]
 
         def speed(width: int) -> float:
             expected = batch_size + sum(sum(probabilities[:width]) for probabilities in acceptance)
-            return expected / (verification[len(requests) * width] + drafting[width])
+            return expected / (verification[width] + drafting[width])
 
-        probed = max((width for state, width in zip(states, planned, strict=True) if state.probes), default=0)
-        return max(widths, key=speed) or probed
+        chosen = max(widths, key=speed)
+        states[0].method.observe_speed(speed(chosen) / batch_size)
+        probes = False
+        if most and not chosen:
+            loss = steps * (speed(0) / speed(1) - 1)  # of each request, in plain steps
+            due = [state for state, limit in zip(states, limits, strict=True) if limit and state.backoff.probes(loss)]
+            probes = bool(due) and all(state.history.budget >= batch_size * loss for state in due)
+            for state in due if probes else ():
+                state.history.budget -= batch_size * loss / len(due)
+        may_pay = chosen > 0 or self._may_pay(most, verification, drafting, 1)
+        for state in states:
+            state.may_pay = may_pay
+            state.skipped = 0 if chosen else state.skipped + 1
+        if chosen or probes:
+            self.suspended_runs.discard(name)
+            return chosen or 1
+        self._note_suspended(requests, acceptance, [0] * len(requests), drafting, others)
+        return 0
 
     def trim(self, requests: Sequence[Request], drafts: Sequence[Draft | None], others: int = 0) -> list[int]:
         """Return how many tokens of each draft pay: those that bring more than their verification costs."""
@@ -255,7 +288,7 @@ class AdaptiveController:
         batch_size, method = len(states) + others, states[0].method
         verification = self.latency.table(batch_size, sum(map(len, acceptance)) + 1)
         widths, speed = fastest_widths(acceptance, verification, drafting, batch_size)
-        method.speed += (1 - REQUEST_MEMORY if method.speed else 1.0) * (speed / batch_size - method.speed)
+        method.observe_speed(speed / batch_size)
         rows, deepest, idle = sum(widths), max(widths), batch_size - sum(map(bool, widths))
         probed = verification[rows + 1] + drafting[max(deepest, min(1, len(drafting) - 1))]
         loss = idle * (probed / (verification[rows] + drafting[deepest]) - 1)
