@@ -16,7 +16,7 @@ from ..request import Request, Row
 from ..types import DecodeStep, Draft
 
 # Device time that is queued ahead of the host: the device should not wait while another thread has the interpreter.
-# What is queued at the end of a text is lost: with 5 ms, answers of 11 to 33 tokens by a 1.5B took 6 % longer (H200).
+# What is queued at the end of a text is lost: with 5 ms, answers of 11 to 33 tokens by a 1.5B took 2 to 6 % longer.
 QUEUED_SECONDS = 0.002
 MIN_QUEUED = 2  # steps that are queued, at least: one runs while the host reads the one before it
 ENDED_ROWS = 16  # a run stops after this many of its texts have ended: the next run has fewer rows

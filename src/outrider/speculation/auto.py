@@ -69,7 +69,7 @@ CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
     "cuda": (
         Candidate("mtp", 1.76, inside=True),
         Candidate("dspark", 1.64, ships=True),
-        Candidate("ngram", 1.34),
+        Candidate("ngram", 1.35),
         Candidate("eagle3", 1.26, ships=True),
     ),
 }
