@@ -12,7 +12,7 @@ from torch import Tensor
 from outrider.errors import UserError
 from outrider.kernels import Weight
 from outrider.kernels.cpu import _native, quantize_weight
-from outrider.kernels.quantization import FORMATS, dequantize, quantize_int8
+from outrider.kernels.quantization import FORMATS, dequantize, quantize_int4, quantize_int8
 
 
 def matrix(values: Tensor, kind: str = "f32") -> Weight:
@@ -99,8 +99,9 @@ def test_weights_that_are_not_finite_spoil_only_their_block(to: str) -> None:
     assert not found[~intact].isfinite().any() or found[~intact].eq(0).all()  # int8 says so, others have no scale
 
 
+@pytest.mark.parametrize("to", ["int8", "int4"])
 @pytest.mark.parametrize("source", ["f32", "f16", "bf16"])
-def test_torch_quantizes_int8_to_the_bits_of_the_native_kernel(source: str) -> None:
+def test_torch_quantizes_to_the_bits_of_the_native_kernel(source: str, to: str) -> None:
     """Weights on a GPU are quantized there."""
     values = torch.randn(900, 5056, generator=torch.Generator().manual_seed(7))  # several chunks
     values[:200] *= 1e-6  # scales that are denormal in fp16, or 0
@@ -109,7 +110,8 @@ def test_torch_quantizes_int8_to_the_bits_of_the_native_kernel(source: str) -> N
     values[402, 5], values[403, 40], values[404, 95] = torch.nan, torch.inf, -torch.inf
     values[405:500] = values[405:500].round(decimals=1)  # ties
     weight = matrix(values, source)
-    assert torch.equal(quantize_int8(weight).data, quantize_weight(weight, "int8").data)
+    quantize = {"int8": quantize_int8, "int4": quantize_int4}[to]
+    assert torch.equal(quantize(weight).data, quantize_weight(weight, to).data)
 
 
 def test_an_affine_range_costs_nothing_for_shifted_values() -> None:

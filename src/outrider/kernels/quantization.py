@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +24,8 @@ MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 # Bytes of a block that are halves, by which all its numbers are multiplied; the first two in other formats. Zero points
 # are no factors.
 SCALES = {"q4_1": (0, 4), "q5_1": (0, 4), "q4_k": (0, 4), "q5_k": (0, 4), "q6_k": (208, 210)}
+INT4_LEVELS = 15  # above the minimum
+CUTS = (0.0, 0.03, 0.06, 0.09, 0.12)  # fractions of a block's range that int4 clips at each end (csrc/quantize.cpp)
 DEQUANTIZE_CHUNK = 1 << 22  # numbers that are expanded at a time: temporaries stay small beside the result
 
 
@@ -123,6 +127,53 @@ def quantize_int8(weight: Weight) -> Weight:
         blocks[:, :2] = scales.view(torch.uint8)
         blocks[:, 2:] = quants.view(torch.uint8)
     return Weight("q8_0", weight.shape, out)
+
+
+def quantize_int4(weight: Weight) -> Weight:
+    """Quantize a float matrix [N, K] to q4_1 on its own device: the bits that the native kernel writes."""
+    rows, columns = weight.shape
+    out = torch.empty(rows, row_bytes("q4_1", columns), dtype=torch.uint8, device=weight.data.device)
+    step = max(DEQUANTIZE_CHUNK // columns, 1)
+    for first in range(0, rows, step):
+        values = weight.data[first : first + step].to(torch.float32).reshape(-1, BLOCK)  # [X, 32]
+        scales, minima = _best_ranges(values)  # [X, 1] f16
+        quants = _levels(values, scales, minima).nan_to_num_(0).to(torch.uint8)
+        blocks = out[first : first + step].view(len(values), 4 + BLOCK // 2)
+        blocks[:, :2], blocks[:, 2:4] = scales.view(torch.uint8), minima.view(torch.uint8)
+        blocks[:, 4:] = quants[:, : BLOCK // 2] | quants[:, BLOCK // 2 :] << 4
+    return Weight("q4_1", weight.shape, out)
+
+
+def _best_ranges(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scale and minimum of the clipped range of each block [X, 32] with the least squared error: [X, 1] f16.
+
+    Blocks that are not all finite have none: both are 0. Errors are added in the order of the native kernel.
+    """
+    low, high = values.amin(1, keepdim=True), values.amax(1, keepdim=True)  # [X, 1]
+    least = torch.full_like(low, torch.inf)
+    best_scale, best_minimum = (torch.zeros_like(low, dtype=torch.float16) for _ in range(2))
+    for below, above in product(np.array(CUTS, np.float32), repeat=2):
+        scale = ((high - low) * float((np.float32(1) - below - above) / np.float32(INT4_LEVELS))).to(torch.float16)
+        minimum = (low + (high - low) * float(below)).to(torch.float16)
+        levels = _levels(values, scale, minimum)
+        errors = levels.mul_(scale.to(torch.float32)).add_(minimum.to(torch.float32)).sub_(values)
+        squares = errors.square_().view(-1, BLOCK // 4, 4)
+        sums = squares[:, 0]  # [X, 4]
+        for index in range(1, BLOCK // 4):
+            sums = sums + squares[:, index]
+        total = (sums[:, 0] + sums[:, 1] + (sums[:, 2] + sums[:, 3]))[:, None]
+        better = total < least
+        least = torch.where(better, total, least)
+        best_scale = torch.where(better, scale, best_scale)
+        best_minimum = torch.where(better, minimum, best_minimum)
+    return best_scale, best_minimum
+
+
+def _levels(values: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
+    """Return the nearest of the 16 levels of each value, as a float: [X, 32]."""
+    scales = scales.to(torch.float32)
+    inverse = torch.where(scales == 0, 0.0, 1 / scales)
+    return (values - minima.to(torch.float32)).mul_(inverse).clamp_(0, INT4_LEVELS).round_()
 
 
 def _half(packed: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from outrider.kernels import Activation, Weight, cuda, reference
 from outrider.kernels.cases import CASES, Case, difference, inputs, layers
 from outrider.kernels.cases.case import LOOSE
 from outrider.kernels.cases.inputs import Shape
+from outrider.kernels.cpu import quantize_weight
 from outrider.kernels.cuda import epilogue, matmul, matrices, pointwise, quantized_matmul
 from outrider.kernels.cuda.device import DEVICE
 from outrider.kernels.cuda.epilogue import Biases, Tiling, fitting_stages
@@ -46,6 +47,13 @@ def weight(kind: str, rows: int, columns: int, seed: int = 1) -> Weight:
 
 def near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     return difference(found.to(expected.dtype), expected.to(found.device)) <= LOOSE[dtype]
+
+
+@pytest.mark.parametrize("to", ["int8", "int4"])
+def test_weights_on_the_device_become_the_blocks_of_the_host(to: str) -> None:
+    values = normal(4, 300, 96).bfloat16()
+    host, device = (Weight("bf16", (300, 96), each) for each in (values.cpu(), values))
+    assert torch.equal(quantize_weight(device, to).data.cpu(), quantize_weight(host, to).data)
 
 
 def rms_norm(x: Tensor, scale: Tensor) -> Tensor:
