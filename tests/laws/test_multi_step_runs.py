@@ -178,17 +178,28 @@ def test_lookups_miss_runs_without_drafts(tiny_llm, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_host_makes_no_lookups_while_runs_have_no_drafts(tiny_llm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a prompt: the run that follows would not verify it."""
+    """After a prompt: the run that follows would not verify it. Beside structured output no run follows."""
     lookups: list[int] = []
     draft = NgramDrafter.draft
     monkeypatch.setattr(NgramDrafter, "draft", lambda self, *given: lookups.append(given[-1]) or draft(self, *given))
     llm = tiny_llm(speculate="ngram", decode_steps=3)
-    for suspended, count in (({"ngram"}, 0), (set(), 1), ({"another"}, 2)):
+    free, regex = replace(BASE, max_tokens=20), StructuredOutput("regex", "[a-f]{40}")
+    structured = replace(free, structured=regex, ignore_eos=False)
+    for suspended, params, count in (
+        ({"ngram"}, [free], 0),
+        (set(), [free], 1),
+        ({"another"}, [free], 1),
+        ({"ngram"}, [structured], 1),
+        ({"ngram"}, [free, structured], 2),
+    ):
         llm.engine.spec_manager.controller.suspended_runs = suspended
-        llm.engine.add(PROMPT, replace(BASE, max_tokens=20))
+        for each in params:
+            llm.engine.add(PROMPT, each)
         llm.engine.step()
         assert len(lookups) == count
-        llm.engine.abort(next(iter(llm.engine.parents)))
+        lookups.clear()
+        for name in list(llm.engine.parents):
+            llm.engine.abort(name)
 
 
 @FAST

@@ -146,6 +146,7 @@ class SpeculationManager:
         self._no_tokens = target.device.upload([], torch.int32)
         self._last_token = target.device.buffer(1, torch.int32)  # refilled by each call for one request
         self._batch_size = 0  # requests in the step
+        self._runs_follow = False  # all requests of the step can take part in multi-step runs
         self._catch_up = CatchUpBuffers(target.page_size)
         self._pauses: dict[Request, Pause] = {}  # of requests whose last lookup found nothing that pays
         self.captured_drafting: CapturedDrafting | None = None  # see `use`
@@ -312,6 +313,7 @@ class SpeculationManager:
         """Draft for each row that continues and has a drafter."""
         proposals = [NO_PROPOSAL] * len(outcomes)
         self._batch_size = len(outcomes)
+        self._runs_follow = all(outcome.row.request.multi_step for outcome in outcomes)
         groups: dict[str, list[int]] = {}
         for index, outcome in enumerate(outcomes):
             request = outcome.row.request
@@ -507,8 +509,8 @@ class SpeculationManager:
         for outcome in outcomes:
             widths.append(0 if not outcome.tokens or outcome.ends else self._max_width(outcome, most))
         if not (needs.costs_time and self.plan.adaptive):
-            # The next multi-step run would not verify what a lookup found now.
-            return [0] * len(widths) if name in self.controller.suspended_runs else widths
+            suspended = self._runs_follow and name in self.controller.suspended_runs
+            return [0] * len(widths) if suspended else widths  # a run would not verify what a lookup finds now
         drafting = [row for row, width in enumerate(widths) if width > 0 and self.adapts(outcomes[row].row.request)]
         if not drafting:
             return widths
