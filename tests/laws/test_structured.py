@@ -86,12 +86,13 @@ def expected(tiny_llm) -> dict[str, object]:
     return dict(zip(MIX, map(visible, outputs), strict=True))
 
 
-def check(llm: LLM, expected: dict[str, object]) -> None:
+def check(llm: LLM, expected: dict[str, object], drafts: bool = True) -> None:
+    """drafts: some draft must be made. With adaptive width, whether one pays depends on measured times."""
     outputs = llm.generate([START] * len(MIX), list(MIX.values()))
     for name, output in zip(MIX, outputs, strict=True):
         assert visible(output) == expected[name], name
     llm.engine.scheduler.check()
-    assert any(output.stats.speculation.drafted for output in outputs if output.stats)
+    assert not drafts or any(output.stats.speculation.drafted for output in outputs if output.stats)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -101,8 +102,8 @@ def test_speculation_changes_nothing(tiny_llm, tmp_path, expected, method: str) 
         own = ",".join(f"{key}={value}" for key, value in tiny_heads.make(name, tmp_path).items())
         options = f"{options},{own}"
     llm = tiny_llm(speculate=f"{name}:{options}" if options else name)
-    check(llm, expected)
-    check(llm, expected)  # out of the prefix cache
+    for _ in range(2):  # then out of the prefix cache
+        check(llm, expected, drafts=method != "adaptive")
 
 
 SHAPES = {
