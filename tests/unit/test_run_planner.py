@@ -124,6 +124,20 @@ def test_one_text_of_many_does_not_make_all_draft(easy: int, widths: list[int]) 
     assert [planner.width("draft", texts) for _ in widths] == widths
 
 
+@pytest.mark.parametrize(
+    ("count", "easy", "width"), [(1, 1, MOST), (8, 8, MOST), (8, 7, 0), (64, 60, MOST), (64, 48, 0)]
+)
+def test_texts_that_draft_well_do_not_slow_the_others(count: int, easy: int, width: int) -> None:
+    """All together would be faster with drafts in each case, but the slow texts must be decoded, too."""
+    planner, texts = new_planner(), [request() for _ in range(count)]
+    for each in (*run_widths(MOST), *run_widths(MOST)):
+        planner.observe_latency("draft", count, each, marks(1.0 + 0.1 * each, 0.0))
+    for number, one in enumerate(texts):
+        for _ in range(12):
+            learn(planner, [one], MOST, MOST if number < easy else 0, [Mark(0.0)])
+    assert planner.width("draft", texts, 0, 16) == width
+
+
 def hard_texts(planner: RunPlanner, count: int) -> list[Request]:
     """Return texts whose drafts are rejected, so that the method is known to pay for none of them."""
     for each in (*run_widths(MOST), *run_widths(MOST)):
@@ -157,6 +171,21 @@ def test_a_probe_waits_until_its_loss_is_a_small_share(count: int) -> None:
     assert EXPLORATION_SHARE * tokens >= 0.8 * loss  # a few tokens are expected to be accepted
     assert planner.controller.suspended_runs == set()
     assert planner.width("draft", [request() for _ in range(count)], 0, steps) == 0  # what was saved is spent
+
+
+@pytest.mark.parametrize("count", [1, 16])
+def test_a_long_text_is_probed_before_one_has_ended(count: int) -> None:
+    """Its own tokens pay for the probe."""
+    planner, steps, tokens = new_planner(), 16, 0
+    texts = hard_texts(planner, count)
+    while not planner.width("draft", texts, 0, steps):
+        assert tokens < 4000
+        for one in texts:
+            one.output.extend([7] * steps)
+            planner.controller.skip(one, steps - 1)
+        tokens += steps
+    assert 0.8 * 0.3 * steps <= EXPLORATION_SHARE * tokens <= 1.2 * 0.3 * steps
+    assert planner.width("draft", texts, 0, steps) == 0  # what was saved is spent
 
 
 def test_requests_that_all_pause_are_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,8 +33,8 @@ class Backoff:
         self._lost += loss
 
     def pause(self, loss: float) -> None:
-        """Begin with a pause: nothing is known of the text yet, and a probe with this loss would cost too much."""
-        self.remaining, self.due = _pause(loss), False
+        """Pause instead of a probe with this loss, which would cost too much."""
+        self.remaining, self.due, self._lost = _pause(loss), False, 0.0
 
     def repeat(self) -> None:
         """Probe in the next step as well: the last probe was accepted. The pause that follows is longer."""
