@@ -152,8 +152,7 @@ class InputProcessor:
             grammar=GrammarMatcher(self.compiler.compile(params.structured)) if params.structured is not None else None,
             **asdict(assigned),
         )
-        # The mask of a grammar depends on the token before it, and the host computes it.
-        request.multi_step = params.structured is None and self.spec_manager.can_multi_step(request.method)
+        request.multi_step = self.spec_manager.can_multi_step(request.method)
         return request
 
     def _prediction(self, params: SamplingParams) -> list[int]:

@@ -178,19 +178,17 @@ def test_lookups_miss_runs_without_drafts(tiny_llm, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_host_makes_no_lookups_while_runs_have_no_drafts(tiny_llm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a prompt: the run that follows would not verify it. Beside structured output no run follows."""
+    """After a prompt: the run that follows would not verify it. Beside rows that need the host no run follows."""
     lookups: list[int] = []
     draft = NgramDrafter.draft
     monkeypatch.setattr(NgramDrafter, "draft", lambda self, *given: lookups.append(given[-1]) or draft(self, *given))
     llm = tiny_llm(speculate="ngram", decode_steps=3)
-    free, regex = replace(BASE, max_tokens=20), StructuredOutput("regex", "[a-f]{40}")
-    structured = replace(free, structured=regex, ignore_eos=False)
+    free, other = replace(BASE, max_tokens=20), replace(BASE, max_tokens=20, speculate="suffix")
     for suspended, params, count in (
         ({"ngram"}, [free], 0),
         (set(), [free], 1),
         ({"another"}, [free], 1),
-        ({"ngram"}, [structured], 1),
-        ({"ngram"}, [free, structured], 2),
+        ({"ngram"}, [free, other], 1),
     ):
         llm.engine.spec_manager.controller.suspended_runs = suspended
         for each in params:
@@ -286,7 +284,7 @@ def test_rows_that_need_the_host_run_beside_others(tiny_llm, tmp_path: Path) -> 
     """Rows that need the host share a batch with rows that do not; each gives the same text as alone."""
     speculate = with_options("eagle3", adaptive="no", **tiny_heads.make("eagle3", tmp_path))
     structured = replace(BASE, structured=StructuredOutput("regex", "[a-f]{40}"), ignore_eos=False)
-    params = [BASE, structured, replace(BASE, logprobs=2), replace(BASE, speculate=False)]
+    params = [replace(BASE, speculate="suffix"), structured, replace(BASE, logprobs=2), replace(BASE, speculate=False)]
     stepwise, llm = tiny_llm(speculate=speculate), tiny_llm(speculate=speculate, decode_steps=4)
     for chosen in (params, params[:1] + params[3:], params[:2]):
         expected, outputs = (one.generate([PROMPT] * len(chosen), chosen) for one in (stepwise, llm))

@@ -13,6 +13,7 @@ import tiny_heads
 from laws import oracle
 from laws.mix import BASE, PROMPT, plain, visible, with_options
 from outrider import LLM, SamplingParams, StructuredOutput, UserError
+from outrider.structured_output.matcher import GrammarMatcher
 
 SCHEMA = {
     "type": "object",
@@ -95,15 +96,87 @@ def check(llm: LLM, expected: dict[str, object], drafts: bool = True) -> None:
     assert not drafts or any(output.stats.speculation.drafted for output in outputs if output.stats)
 
 
+def engine(tiny_llm, tmp_path, method: str, **options: object) -> LLM:
+    name, _, own = method.partition(":")
+    if name in ("eagle3", "draft_model"):
+        own = ",".join([own, *(f"{key}={value}" for key, value in tiny_heads.make(name, tmp_path).items())])
+    return tiny_llm(speculate=f"{name}:{own}" if own else name, **options)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_speculation_changes_nothing(tiny_llm, tmp_path, expected, method: str) -> None:
-    name, _, options = METHODS[method].partition(":")
-    if name in ("eagle3", "draft_model"):
-        own = ",".join(f"{key}={value}" for key, value in tiny_heads.make(name, tmp_path).items())
-        options = f"{options},{own}"
-    llm = tiny_llm(speculate=f"{name}:{options}" if options else name)
+    llm = engine(tiny_llm, tmp_path, METHODS[method])
     for _ in range(2):  # then out of the prefix cache
         check(llm, expected, drafts=method != "adaptive")
+
+
+RUN_METHODS = {
+    "none": "none",
+    "ngram": METHODS["ngram"],
+    "chain": METHODS["chain"],
+    "drawn chain": METHODS["drawn chain"],
+    "rejection": "draft_model:adaptive=no,width=3,draft=probabilistic,verify=rejection",
+}
+
+
+def runs_of(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[set[bool]]:
+    """Return a list that notes for each multi-step run whether its rows have a grammar."""
+    runs: list[set[bool]] = []
+    planner = llm.engine.runner.multi_step
+    launch = planner._launch
+
+    def watch(buffers, *rest):  # type: ignore[no-untyped-def]
+        runs.append({request.grammar is not None for request in buffers.requests})
+        return launch(buffers, *rest)
+
+    monkeypatch.setattr(planner, "_launch", watch)
+    return runs
+
+
+@pytest.mark.parametrize("method", RUN_METHODS)
+def test_multi_step_runs_change_nothing(tiny_llm, tmp_path, monkeypatch, method: str) -> None:
+    """The host fills the masks of a step while the target runs it."""
+    stepwise, llm = (engine(tiny_llm, tmp_path, RUN_METHODS[method], decode_steps=steps) for steps in (1, 5))
+    runs = runs_of(llm, monkeypatch)
+    bare = replace(BASE, ignore_eos=False, structured=MIX["json"].structured)  # no processors
+    mix = {**MIX, "bare": bare, "reported": replace(bare, logprobs=4)}
+    for names in (list(mix), ["bare"], ["reported"], ["regex", "free"], ["warm choice", "two", "free, greedy"]):
+        params = [mix[name] for name in names]
+        expected, outputs = (one.generate([START] * len(params), params) for one in (stepwise, llm))
+        for name, meant, output in zip(names, expected, outputs, strict=True):
+            assert visible(output) == visible(meant), name
+    assert {True} in runs and {True, False} in runs
+    llm.engine.scheduler.check()
+
+
+@pytest.mark.parametrize("method", ["none", "ngram"])
+def test_a_grammar_that_fails_within_a_run_ends_its_request_alone(
+    tiny_llm, tmp_path, expected, monkeypatch, method: str
+) -> None:
+    """The others run again from the tokens before the run, which their grammars have left."""
+    llm = engine(tiny_llm, tmp_path, RUN_METHODS[method], decode_steps=6)
+    runs, masks = runs_of(llm, monkeypatch), GrammarMatcher.masks
+
+    def fail(self, output, *rest):  # type: ignore[no-untyped-def]
+        if len(output) >= 5 and self is failing:
+            raise ValueError("the backend failed")
+        return masks(self, output, *rest)
+
+    monkeypatch.setattr(GrammarMatcher, "masks", fail)
+    names = ["json", "warm json", "regex", "free"]
+    for name in names:
+        llm.engine.add(START, MIX[name], name)
+    failing = llm.engine.parents["warm json"].requests[0].grammar
+    ended = {}
+    while not llm.engine.is_idle:
+        ended.update({output.request_id: output for output in llm.engine.step() if output.finished})
+    for name in names:
+        if name == "warm json":
+            assert ended[name].completions[0].finish_reason == "error"
+        else:
+            assert visible(ended[name]) == expected[name], name
+    assert {True, False} in runs
+    llm.engine.scheduler.check()
 
 
 SHAPES = {
@@ -172,26 +245,40 @@ def test_a_cut_answer_begins_as_the_whole_one(tiny_llm) -> None:
     assert stopped.stop_reason == ":" and whole.text.startswith(stopped.text)
 
 
-def test_a_finished_shape_ends_before_min_tokens(tiny_llm) -> None:
+@pytest.mark.parametrize("decode_steps", [1, 4])
+def test_a_finished_shape_ends_before_min_tokens(tiny_llm, decode_steps: int) -> None:
     for speculate in ("none", "ngram:adaptive=no"):
-        params = replace(MIX["choice"], min_tokens=50)
-        output = tiny_llm(speculate=speculate).generate(PROMPT, params)[0].completions[0]
+        params, llm = replace(MIX["choice"], min_tokens=50), tiny_llm(speculate=speculate, decode_steps=decode_steps)
+        output = llm.generate(PROMPT, params)[0].completions[0]
         assert output.finish_reason == "stop" and output.text in CHOICES
 
 
+@pytest.mark.parametrize("decode_steps", [1, 4])
 @pytest.mark.parametrize("speculate", ["none", "ngram:adaptive=no", "laws.oracle:adaptive=no"])
-def test_bans_that_leave_nothing_end_in_an_error(tiny_llm, speculate: str) -> None:
+def test_bans_that_leave_nothing_end_in_an_error(tiny_llm, speculate: str, decode_steps: int) -> None:
     """After `y` the grammar wants `e`, which is banned: the request ends alone, and says why."""
-    llm = tiny_llm(speculate=speculate)
+    llm = tiny_llm(speculate=speculate, decode_steps=decode_steps)
     start, banned = (3 + ord(letter) - 32 for letter in "ye")
     oracle.TEXTS[tuple(PROMPT)] = [start, banned, 5, 5]
     params = asks("choice", '["yes"]', banned_token_ids=[banned])
     only = asks("choice", '["yes"]', allowed_token_ids=[start])
-    outputs = llm.generate([PROMPT] * 3, [params, only, replace(BASE, speculate="ngram")])
+    outputs = llm.generate([PROMPT] * 3, [params, only, replace(BASE, speculate=decode_steps == 1 and "ngram")])
     for output in outputs[:2]:
         assert output.completions[0].finish_reason == "error" and output.completions[0].text == "y"
         assert "no token is left" in str(output.completions[0].stop_reason)
     assert outputs[2].completions[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("decode_steps", [1, 4])
+def test_a_word_that_a_draft_would_complete_is_banned(tiny_llm, decode_steps: int) -> None:
+    """The prompt makes `yes` the draft after `a`. After `y` the grammar wants `e`, which completes a banned word."""
+    llm = tiny_llm(speculate="ngram:adaptive=no", decode_steps=decode_steps)
+    prompt = [3 + ord(letter) - 32 for letter in "kayes.kayes."]
+    params = asks("choice", '["kayes"]', bad_words=("ye",))
+    (output,) = llm.generate([prompt], params)
+    assert output.completions[0].finish_reason == "error" and output.completions[0].text == "kay"
+    assert output.completions[0].token_ids == [*prompt[:3], 2]  # the end of an incomplete text
+    assert output.stats.speculation.drafted > 0
 
 
 def test_a_shape_that_the_vocabulary_cannot_spell_ends_in_an_error(tiny_llm) -> None:

@@ -21,6 +21,7 @@ from outrider.device.graphs import MAX_TOKENS, padded_pages, padded_rows, padded
 from outrider.kernels.compilations import COMPILATIONS
 from outrider.speculation.drafters.pass_graphs import PassGraphs
 from outrider.speculation.methods.ngram import NgramDrafter
+from outrider.types import StructuredOutput
 from outrider.warm_up import LateWork, drafters_of
 
 BASE = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -32,6 +33,12 @@ KINDS = {
     "bias": {"logit_bias": {5: 1.0}, "banned_token_ids": [6]},
     "least length": {"min_tokens": 3},
     "log-probabilities": {"logprobs": 3, "prompt_logprobs": 2},
+    "structured": {"structured": StructuredOutput("regex", "[a-f]{2,9}"), "ignore_eos": False},
+    "structured, biased": {
+        "structured": StructuredOutput("regex", "[a-f]{20,30}"),
+        "ignore_eos": False,
+        "logit_bias": {5: 1.0},
+    },
 }
 METHODS = ("none", "ngram", "eagle3", "dspark", "tree", "combined")
 

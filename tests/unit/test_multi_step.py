@@ -19,7 +19,7 @@ from outrider.multi_step.planner import MAX_SECONDS, MIN_STEPS, RunLength, best_
 from outrider.multi_step.progress import ENDED_ROWS, MIN_QUEUED, QUEUED_SECONDS, RunOutputs, as_draft, queued_steps
 from outrider.request import Request, Row, RowResult, Step
 from outrider.scheduler import Scheduler
-from outrider.types import DecodeStep, Draft, FinishReason
+from outrider.types import DecodeStep, Draft, FinishReason, StructuredOutput
 
 PARAMS = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
 PROMPT = [5, 6, 7, 8, 9]
@@ -336,6 +336,19 @@ def test_a_run_that_captures_graphs_is_not_timed(tiny_llm, tmp_path) -> None:
     llm.generate([PROMPT], replace(PARAMS, max_tokens=24))
     first, *others = fences  # one fence at the start, two for each timed step
     assert first == 1 and len(others) > 1 and all(count > 1 for count in others)
+
+
+def test_runs_that_wait_for_grammars_are_not_timed(tiny_llm, tmp_path) -> None:
+    """Their steps tell nothing of those that run without the host."""
+    head = tiny_heads.make("draft_model", tmp_path)["model"]
+    llm = tiny_llm(speculate=f"draft_model:model={head},width=3", decode_steps=2)
+    planner, fences = llm.engine.runner.multi_step.planner, []
+    planner.width = lambda name, requests, others, steps: 2
+    learn = planner.learn
+    planner.learn = lambda *given: fences.append(len(given[-1])) or learn(*given)
+    structured = replace(PARAMS, structured=StructuredOutput("regex", "[a-f]{60}"), ignore_eos=False)
+    llm.generate([PROMPT], structured)
+    assert len(fences) > 2 and set(fences) == {1}
 
 
 def test_runs_learn_from_their_drafts(tiny_llm, tmp_path) -> None:

@@ -172,6 +172,16 @@ def test_masks_along_a_chain_end_where_it_is_refused() -> None:
     assert filled(own, ids("abc"), Draft([])) == {0: {2, *ids("e")}}
 
 
+@pytest.mark.parametrize("read", ["abc", "ab", "abx", "ax", "abc end"])
+def test_masks_of_an_output_that_lost_tokens(read: str) -> None:
+    """Its last tokens came from a multi-step run that failed."""
+    own, text = make_matcher("regex", "ab[cd]e?"), ids(read.removesuffix(" end"))
+    filled(own, [*text, 2] if read.endswith("end") else text, Draft([]))
+    assert filled(own, ids("a"), Draft(ids("bd"))) == {0: {*ids("b")}, 1: {*ids("cd")}, 2: {2, *ids("e")}}
+    assert filled(own, ids("abd"), Draft([])) == {0: {2, *ids("e")}}
+    assert own.complete([*ids("abde"), 2])
+
+
 def test_masks_along_a_tree() -> None:
     own = make_matcher("choice", '["ab", "acd", "b"]')
     tree = Draft(ids("axbbcdz"), [-1, -1, -1, 0, 0, 4, 1])

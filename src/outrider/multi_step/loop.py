@@ -115,7 +115,8 @@ class MultiStepRunner:
                 return None
         self.fill(buffers, step.rows)
         learns = self.planner.learns(name)
-        timed = TIMED_STEPS if buffers.captured and (learns or is_plain) else 0
+        waits = processing is not None and processing.masks is not None  # for the host: tells nothing of other steps
+        timed = TIMED_STEPS if buffers.captured and (learns or is_plain) and not waits else 0
         queued = queued_steps(self.step_seconds)
         learn = self.planner.learn_step if learns else None
         outputs = RunOutputs(self.device, step.rows, step.decode_steps, buffers.output, queued, learn)
@@ -165,13 +166,15 @@ class MultiStepRunner:
         Return fences: at the start, and after the target and the drafter of each of the first `timed` steps.
         """
         drafter, fences = buffers.drafter, [self.device.fence()]
+        if processing is not None:
+            processing.drafted(buffers.state.drafts)
         for step in range(steps):
             if outputs is not None and not outputs.needs_step():
                 break
-            if processing is None:
+            if processing is None or outputs is None:
                 self._run_part(buffers, key, "target", lambda: self._target(buffers))
             else:
-                self._target(buffers, processing)
+                self._target(buffers, processing, outputs)
             if outputs is not None:
                 outputs.put(buffers.output)
             if step < timed:
@@ -180,6 +183,8 @@ class MultiStepRunner:
                 self._run_part(buffers, key, "extend", drafter.extend)
                 if buffers.state.width:
                     self._run_part(buffers, key, "decode", drafter.decode)
+                if processing is not None:
+                    processing.drafted(buffers.state.drafts)
             if step < timed:
                 fences.append(self.device.fence())
         return fences
@@ -204,8 +209,10 @@ class MultiStepRunner:
 
     # ---- one decode step, all of it on the device ----
 
-    def _target(self, buffers: RunBuffers, processing: StepProcessing | None = None) -> None:
-        """Run the newest tokens and their drafts, verify, and advance the state."""
+    def _target(
+        self, buffers: RunBuffers, processing: StepProcessing | None = None, outputs: RunOutputs | None = None
+    ) -> None:
+        """Run the newest tokens and their drafts, verify, and advance the state. outputs: of the steps before."""
         state, batch, width = buffers.state, buffers.state.batch, buffers.state.width
         tables = batch.page_tables
         positions, slots = self.ops.next_slots(
@@ -224,8 +231,8 @@ class MultiStepRunner:
         if aux_states:
             torch.cat(aux_states, 1, out=state.hidden)
         sampling, logits = replace(state.sampling, positions=state.positions + 1), self.model.logits(hidden)
-        if processing is not None:
-            processing.before(logits, state)
+        if processing is not None and outputs is not None:
+            processing.before(logits, state, outputs)
         if width:
             self._verify(buffers, logits, sampling, processing)
         else:

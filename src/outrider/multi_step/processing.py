@@ -1,7 +1,8 @@
-"""Logits processors, banned words and log-probabilities of multi-step runs, computed on the device.
+"""Logits processors, banned words, grammar masks and log-probabilities of multi-step runs.
 
 Steps with these run the target by the graphs of steps with the host. Their other kernels are launched one by one, ahead
-of the device: runs of all shapes with graphs of their own would double the number of graphs.
+of the device: runs of all shapes with graphs of their own would double the number of graphs. All is computed on the
+device but the masks, which the host fills while the target runs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..device import Device
+from ..device import Device, Fence
 from ..kernels import Batch, DecodeProcessors, Kernels
 from ..kernels.structures import (
     COUNTED,
@@ -26,8 +27,9 @@ from ..kernels.structures import (
     PROCESSED,
 )
 from ..request import Request, Row, RowResult
-from ..sampler import needs_processors, token_logprobs, top_count
+from ..sampler import NO_DRAFT, DraftedContext, leaves_any, needs_processors, token_logprobs, top_count
 from ..types import SamplingParams, TokenLogprobs
+from .progress import RunOutputs, as_draft
 from .state import DecodeState
 
 NO_TOKEN = -1
@@ -47,7 +49,8 @@ class RunProcessing:
         requests = [row.request for row in rows]
         processed = [needs_processors(request) for request in requests]
         wanted = [index for index, request in enumerate(requests) if request.params.logprobs is not None]
-        if not wanted and not any(processed):
+        structured = [index for index, request in enumerate(requests) if request.grammar is not None]
+        if not wanted and not structured and not any(processed):
             return None
         processors = self._processors(requests, state.rows) if any(processed) else None
         words = None
@@ -56,7 +59,10 @@ class RunProcessing:
         logprobs = None
         if wanted:
             logprobs = RunLogprobs(self.ops, self.device, requests, wanted, state, steps, self.vocabulary)
-        return StepProcessing(self.ops, processors, words, logprobs)
+        masks = (
+            GrammarMasks(self.ops, self.device, requests, structured, state, self.vocabulary) if structured else None
+        )
+        return StepProcessing(self.ops, processors, words, masks, logprobs)
 
     def finish(self, requests: Sequence[Request], added: Sequence[int]) -> None:
         """Note the tokens that the run added to each text: they are counted."""
@@ -126,26 +132,36 @@ def marks_of(request: Request, vocabulary: int) -> np.ndarray[Any, Any]:
 
 
 class StepProcessing:
-    """The steps of one run: call `before` with the logits of a step, and `after` with its tokens."""
+    """The steps of a run: call `drafted` with drafts, `before` with the logits after them, `after` with the tokens."""
 
     def __init__(
         self,
         ops: Kernels,
         processors: DecodeProcessors | None,
         words: BannedWords | None,
+        masks: GrammarMasks | None,
         logprobs: RunLogprobs | None,
     ) -> None:
-        self.ops, self.processors, self.words, self.logprobs = ops, processors, words, logprobs
+        self.ops, self.processors, self.words, self.masks, self.logprobs = ops, processors, words, masks, logprobs
         self.batch: Batch | None = None  # read by the target's graph; None: the target runs without one
 
-    def before(self, logits: Tensor, state: DecodeState) -> None:
-        """Process logits [B * (W + 1), V] in place."""
+    def drafted(self, drafts: Tensor) -> None:
+        """Note the drafts [B, W] that the next step verifies."""
+        if self.masks is not None:
+            self.masks.put(drafts)
+
+    def before(self, logits: Tensor, state: DecodeState, outputs: RunOutputs) -> None:
+        """Process logits [B * (W + 1), V] in place. outputs: of the steps before this one."""
         if self.logprobs is not None:
-            self.logprobs.keep(logits, changes=self.processors is not None)
+            self.logprobs.keep(logits, changes=self.processors is not None or self.masks is not None)
+        if self.masks is not None:
+            self.masks.keep(logits)
         if self.processors is not None:
             self.ops.process_decode_logits(logits, self.processors, state.drafts, state.positions)
         if self.words is not None:
             self.words.ban(logits, state)
+        if self.masks is not None:
+            self.masks.apply(logits, outputs)
 
     def after(self, tokens: Tensor, counts: Tensor) -> None:
         """Read the tokens of a step: tokens [B, W + 1] int32, -1 after counts[b] of them."""
@@ -198,6 +214,69 @@ class BannedWords:
         longest = self.recent.shape[1]
         last = counts[:, None] + torch.arange(longest, device=counts.device)  # [B, L]
         self.recent = torch.cat([self.recent, tokens], 1).gather(1, last)
+
+
+class GrammarMasks:
+    """Masks the logits of the rows with a grammar. Its next mask depends on the newest token, so the host reads a step
+    before it fills the masks of the next one. The target runs that step meanwhile.
+    """
+
+    def __init__(
+        self,
+        ops: Kernels,
+        device: Device,
+        requests: Sequence[Request],
+        structured: Sequence[int],
+        state: DecodeState,
+        vocabulary: int,
+    ) -> None:
+        self.ops, self.device, self.requests, self.structured = ops, device, requests, structured
+        self.most = state.width + 1
+        self.masks: np.ndarray[Any, Any] = np.empty((len(structured) * self.most, -(-vocabulary // 32)), np.int32)
+        self.drafts = device.host_zeros((state.rows, state.width), torch.int32)
+        self.fence: Fence | None = None  # after the copy of the drafts
+        self.processed = any(needs_processors(requests[index]) for index in structured)
+        self.raw: Tensor | None = None  # [B * (W + 1), V]: the logits of this step before all processors
+
+    def put(self, drafts: Tensor) -> None:
+        """Start the copy of the drafts [B, W] of the next step."""
+        if self.most > 1:
+            self.drafts.copy_(drafts, non_blocking=True)
+            self.fence = self.device.fence()
+
+    def keep(self, logits: Tensor) -> None:
+        """Keep the logits of a step, if processors may leave none of the tokens that a mask allows."""
+        self.raw = logits.clone() if self.processed else None
+
+    def apply(self, logits: Tensor, outputs: RunOutputs) -> None:
+        """Wait for the steps so far and for the drafts, then mask the logits [B * (W + 1), V] of this step.
+
+        As in `sampler.build_masks`, a row of which nothing would be left gets its end, without processors.
+        """
+        outputs.read()
+        if self.fence is not None:
+            self.fence.wait()
+        drafts: list[list[int]] = self.drafts.tolist()
+        rows: list[int] = []  # of logits
+        unprocessed: list[int] = []
+        for index in self.structured:
+            request, progress = self.requests[index], outputs.rows[index]
+            if request.grammar is None or progress.remaining <= 0:
+                continue  # its text has ended
+            draft, masks = as_draft(drafts[index]) or NO_DRAFT, self.masks[len(rows) :]
+            nodes = request.grammar.masks(request.output + progress.tokens, draft, masks)
+            for node, mask in zip(nodes, masks, strict=False):
+                rows.append(index * self.most + node)
+                drafted = progress.tokens + draft.tokens[:node]
+                if needs_processors(request) and not leaves_any(mask, DraftedContext(request, drafted)):
+                    mask[:] = request.grammar.end_mask
+                    unprocessed.append(rows[-1])
+        upload = self.device.upload
+        if unprocessed and self.raw is not None:
+            chosen = upload(unprocessed, torch.int64)
+            logits[chosen] = self.raw[chosen]
+        if rows:
+            self.ops.mask_logits(logits, upload(self.masks[: len(rows)], torch.int32), upload(rows, torch.int32))
 
 
 class RunLogprobs:

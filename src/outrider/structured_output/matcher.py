@@ -163,7 +163,13 @@ class GrammarMatcher:
             return False
 
     def _catch_up(self, output: Sequence[int]) -> bool:
-        """Advance the matcher to the end of the output; return False once the output has left the grammar."""
+        """Advance the matcher to the end of the output; return False once the output has left the grammar.
+
+        The output lacks tokens that the matcher has read if the step after them failed.
+        """
+        if len(output) <= self._num_read:
+            self._matcher.rollback(self._num_read - len(output))
+            self._num_read, self._invalid = len(output), False
         for token in output[self._num_read :]:
             if self._invalid or not self._matcher.accept(token):
                 self._invalid = True

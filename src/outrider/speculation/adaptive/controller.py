@@ -66,12 +66,12 @@ class State:
         self.probes = False  # that draft is a probe
         self.may_pay = True  # drafts would pay if all of their tokens were accepted
         self.skipped = 0  # steps since a draft was expected to pay
-        self._credited = 0  # tokens of the text that `credit` has counted
+        self._counted = 0  # tokens of the text that `count_tokens` has seen
 
-    def credit(self, tokens: int) -> None:
+    def count_tokens(self, tokens: int) -> None:
         """Add the share for probes to the budget, of a text that has this many tokens now."""
-        self.history.budget += EXPLORATION_SHARE * (tokens - self._credited)
-        self._credited = tokens
+        self.history.budget += EXPLORATION_SHARE * (tokens - self._counted)
+        self._counted = tokens
 
     def charge(self, loss: float) -> None:
         """Count what a probe cost beyond the loss that was expected, in plain steps."""
@@ -136,7 +136,7 @@ class AdaptiveController:
         """Drop the state of a request that has ended."""
         state = self._requests.pop(request, None)
         if state is not None:
-            state.credit(len(request.output))
+            state.count_tokens(len(request.output))
 
     def draft_latency(self, method: str) -> LatencyCurve:
         """Return the seconds of a call of the method by the widest draft; 0: it only follows the text."""
@@ -258,7 +258,7 @@ class AdaptiveController:
         probes = False
         if most and not chosen:
             for request, state in zip(requests, states, strict=True):
-                state.credit(len(request.output))
+                state.count_tokens(len(request.output))
             loss = steps * (speed(0) / speed(1) - 1)  # of each request, in plain steps
             due = [state for state, limit in zip(states, limits, strict=True) if limit and state.backoff.probes(loss)]
             missing = max((loss - state.history.budget / batch_size for state in due), default=0.0)
