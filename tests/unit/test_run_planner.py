@@ -125,7 +125,7 @@ def test_one_text_of_many_does_not_make_all_draft(easy: int, widths: list[int]) 
 
 
 @pytest.mark.parametrize(
-    ("count", "easy", "width"), [(1, 1, MOST), (8, 8, MOST), (8, 7, 0), (64, 60, MOST), (64, 48, 0)]
+    ("count", "easy", "width"), [(1, 1, MOST), (8, 8, MOST), (8, 7, MOST), (8, 5, 0), (64, 56, MOST), (64, 40, 0)]
 )
 def test_texts_that_draft_well_do_not_slow_the_others(count: int, easy: int, width: int) -> None:
     """All together would be faster with drafts in each case, but the slow texts must be decoded, too."""
