@@ -201,10 +201,20 @@ class Engine:
         self.times = StepTimes()
 
     def _run(self, step: Step) -> list[RowResult]:
-        """Run a step. If it fails, run each row alone, so that only the failing request ends."""
+        """Run a step. If it fails, run each row alone, so that only the failing request ends.
+
+        A failed multi-step run has advanced the states of recurrent layers. Then all of its texts are read again, and
+        decoded with the host after each step.
+        """
         try:
             return self.runner.step(step)
         except Exception as error:
+            if step.decode_steps > 1 and self.runner.pages.recurrent is not None:
+                log.debug("a run of %d rows failed: the texts are read again", len(step.rows), exc_info=True)
+                for row in step.rows:
+                    row.request.multi_step = False
+                    self.scheduler.preempt(row.request)
+                return [RowResult([]) for _ in step.rows]
             if len(step.rows) > 1:
                 log.debug("a step of %d rows failed: each row runs again alone", len(step.rows), exc_info=True)
                 return [result for row in step.rows for result in self._run(Step([row]))]

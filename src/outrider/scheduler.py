@@ -216,7 +216,14 @@ class Scheduler:
     def preempt_all(self) -> None:
         """Move every running request back to the waiting queue. No token is lost."""
         while self._running:
-            self._preempt(self._running[-1])
+            self.preempt(self._running[-1])
+
+    def preempt(self, request: Request) -> None:
+        """Move a running request back to the waiting queue. No token is lost."""
+        self._stop_running(request)
+        self._free_pages(request)
+        request.preemptions += 1
+        insort(self._waiting, request, key=self._order.__getitem__)
 
     def clear_cache(self) -> None:
         """Drop every cached prefix. Call `preempt_all` first if running requests must recompute theirs too."""
@@ -374,7 +381,7 @@ class Scheduler:
         while not self._allocate(request, count):
             youngest = self._running[-1]
             step.drop(youngest)
-            self._preempt(youngest)
+            self.preempt(youngest)
             if youngest is request:
                 return
         if not self._choose_state_slot(request, count):
@@ -564,12 +571,6 @@ class Scheduler:
             self.finish(request, FinishReason.ERROR, NO_TOKEN_ALLOWED)
         elif ending is not None:
             self.finish(request, *ending)
-
-    def _preempt(self, request: Request) -> None:
-        self._stop_running(request)
-        self._free_pages(request)
-        request.preemptions += 1
-        insort(self._waiting, request, key=self._order.__getitem__)
 
     def _stop_running(self, request: Request) -> None:
         self._running.remove(request)
