@@ -122,14 +122,14 @@ RUN_METHODS = {
 def runs_of(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[set[bool]]:
     """Return a list that notes for each multi-step run whether its rows have a grammar."""
     runs: list[set[bool]] = []
-    planner = llm.engine.runner.multi_step
-    launch = planner._launch
+    runner = llm.engine.runner.multi_step
+    launch = runner._launch
 
     def watch(buffers, *rest):  # type: ignore[no-untyped-def]
         runs.append({request.grammar is not None for request in buffers.requests})
         return launch(buffers, *rest)
 
-    monkeypatch.setattr(planner, "_launch", watch)
+    monkeypatch.setattr(runner, "_launch", watch)
     return runs
 
 
@@ -178,6 +178,7 @@ def test_a_grammar_that_fails_within_a_run_ends_its_request_alone(
             assert ended[name].completions[0].finish_reason == "error"
         else:
             assert visible(ended[name]) == visible(output), name
+            assert ended[name].stats.preemptions == (1 if model else 0), "it failed in one run and in no other"
     assert {True, False} in runs
     llm.engine.scheduler.check()
 

@@ -20,8 +20,8 @@ from .latency_model import LatencyCurve, LatencyModel
 from .width_search import fastest_widths
 
 # Part of a batch whose texts may be slower than the one that decides the width of its runs. In replays of texts by a
-# 1.5B (docs/log.md), 8 requests at a time take 0.99 and 32 0.95 to 0.97 of the time that the mean of all texts gives.
-# With 0.1, 32 texts that begin together take 4 % less, and 8 at a time up to 6 % more.
+# 1.5B (docs/log.md), 8 requests at a time take 0.99 to 1.00, 32 0.95 to 0.97 of the time that the mean text gives.
+# With 0.1, 32 texts that begin together take 3 to 5 % less, and 8 at a time up to 6 % more.
 SLOWER_PART = 0.25
 MIN_FOLLOWING = 1.0  # steps without drafts: a drafter may take this time to follow a short text since it last paid
 
