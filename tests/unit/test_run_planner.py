@@ -11,7 +11,7 @@ from outrider.device.graphs import padded, padded_sizes
 from outrider.multi_step.planner import WIDTHS, RunPlanner, run_widths
 from outrider.request import Request, Row, RowResult
 from outrider.speculation.adaptive import AdaptiveController
-from outrider.speculation.adaptive.backoff import EXPLORATION_SHARE
+from outrider.speculation.adaptive.backoff import EXPLORATION_SHARE, Backoff
 from outrider.types import DecodeStep, Draft, SamplingParams
 
 MOST = 8
@@ -186,6 +186,24 @@ def test_a_long_text_is_probed_before_one_has_ended(count: int) -> None:
         tokens += steps
     assert 0.8 * 0.3 * steps <= EXPLORATION_SHARE * tokens <= 1.2 * 0.3 * steps
     assert planner.width("draft", texts, 0, steps) == 0  # what was saved is spent
+
+
+def test_tokens_pay_for_probes_once() -> None:
+    """Each plan counts those that are new. New requests, which are due, make the controller plan every run."""
+    planner, steps = new_planner(), 16
+    texts = hard_texts(planner, 2)
+    texts[0].output.extend([7] * 600)  # half of what a probe of two requests costs
+    assert [planner.width("draft", [texts[0], request()], 0, steps) for _ in range(9)] == [0] * 9
+
+
+def test_a_pause_instead_of_a_probe_does_not_lengthen_the_next_one() -> None:
+    backoff = Backoff()
+    assert backoff.probes(0.6)
+    backoff.pause(0.3)
+    assert backoff.remaining == 50
+    backoff.skip(50)
+    assert backoff.probes(0.6) and not backoff.probes(0.6)
+    assert backoff.remaining == 100
 
 
 def test_requests_that_all_pause_are_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
