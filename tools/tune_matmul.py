@@ -19,7 +19,7 @@ from outrider.kernels.cuda import quantized_matmul
 from outrider.kernels.cuda.device import DEVICE, LAUNCH
 from outrider.kernels.cuda.epilogue import Biases, Tiling
 from outrider.kernels.cuda.matmul import TUNED, choose, launch
-from outrider.kernels.cuda.matrices import MOST_TILES, PADDED, PER_WORD, Matrix
+from outrider.kernels.cuda.matrices import MOST_TILES, NIBBLE, PADDED, PER_WORD, SUM_FACTOR, Matrix
 
 TOKENS = (1, 5)
 MANY_BYTES = 250_000_000  # bytes of all copies of a matrix: several times the L2 cache
@@ -171,7 +171,9 @@ def random_matrix(shape: Shape) -> Matrix:
     if shape.kind == "int8":
         scales = torch.rand(entries, dtype=torch.bfloat16, device=DEVICE)
     else:
-        scales = torch.rand(*entries, 2, dtype=torch.bfloat16, device=DEVICE).view(torch.int32).squeeze(-1)
+        pairs = torch.rand(*entries, 2, dtype=torch.bfloat16, device=DEVICE) / SUM_FACTOR
+        pairs[..., 0] /= NIBBLE
+        scales = pairs.view(torch.int32).squeeze(-1)
     paired = shape.kind == "int4"
     return Matrix(shape.kind, size, words, torch.bfloat16, 32, groups=per_word, paired=paired, scales=scales)
 

@@ -35,7 +35,8 @@ SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB tha
 FP8_CAPABILITY = 89
 PTX_VERSION = 80
 PACKAGE = "outrider.kernels.cuda"
-INTERPRETED = {f"{PACKAGE}.quantized_matmul._byte"}  # functions that the interpreter alone runs
+# Functions that the interpreter alone runs.
+INTERPRETED = {f"{PACKAGE}.quantized_matmul.{name}" for name in ("_byte", "_nibble")}
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The assembly that looks nibbles up in a table: the interpreter does not run it, so its instructions are modelled."""
+"""The assembly that converts nibbles: the interpreter does not run it, so its instructions are modelled."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.kernels.cuda.matrices import NIBBLE
+from outrider.kernels.cuda.quantized_matmul import NIBBLES
 from outrider.kernels.cuda.tables import TABLES, assembly
 
 Register = np.ndarray[Any, np.dtype[np.uint32]]
@@ -41,6 +43,9 @@ def permute(a: Register, b: Register, selector: Register) -> Register:
     return out
 
 
+OPERATORS = {"and.b32": np.bitwise_and, "or.b32": np.bitwise_or, "shr.b32": np.right_shift, "shl.b32": np.left_shift}
+
+
 def run(text: str, source: Register) -> list[Register]:
     """Run PTX over `source` as $4; return $0 to $3."""
     known: dict[str, Register] = {"$4": source}
@@ -53,8 +58,8 @@ def run(text: str, source: Register) -> list[Register]:
         values = [read(operand) for operand in inputs]
         if name == "mov.b32":
             known[target] = values[0]
-        elif name in ("and.b32", "or.b32", "shr.b32"):
-            known[target] = {"and": np.bitwise_and, "or": np.bitwise_or, "shr": np.right_shift}[name[:-4]](*values)
+        elif name in OPERATORS:
+            known[target] = OPERATORS[name](*values)
         elif name == "lop3.b32":
             assert (values[3] == 0xEA).all()
             known[target] = (values[0] & values[1]) | values[2]
@@ -75,6 +80,17 @@ def test_every_word_gives_the_values_of_its_nibbles(table: str) -> None:
     for index, pair in enumerate(found):
         assert np.array_equal(bf16(pair), values[(words >> 4 * index) & 15])
         assert np.array_equal(bf16(pair >> 16), values[(other >> 4 * index) & 15])
+
+
+def test_every_word_gives_the_quants_of_its_fields() -> None:
+    words = np.arange(1 << 16, dtype=np.uint32)
+    other = (words * 40503 + 12345) & 0xFFFF
+    found = run(NIBBLES.value, words | other << np.uint32(16))
+    for index, pair in enumerate(found):
+        for word, half in ((words, pair), (other, pair >> 16)):
+            magnitude = ((word >> 4 * (index ^ 1)) & 7).astype(np.float64) + 0.5
+            sign = np.where((word >> 15 - 4 * index) & 1, -1.0, 1.0)
+            assert np.array_equal(bf16(half).astype(np.float64), sign * magnitude * NIBBLE)
 
 
 def test_values_are_exact_in_bf16() -> None:

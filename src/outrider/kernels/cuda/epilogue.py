@@ -15,6 +15,7 @@ from .matrices import PER_WORD, Matrix
 from .pointwise import apply_gate
 
 ROWS = 16  # rows of activations per program: one tensor-core tile, so that 1 and 16 rows cost the same
+EARLY: tl.constexpr = tl.constexpr(16)  # rows per program up to which the residual is loaded before the loop
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,28 @@ def fitting_stages(tile: Tiling, matrix: Matrix, states: torch.dtype, gated: boo
 
 
 @triton.jit
+def read_addends(biases, out, row, output, rows, outputs, activation: tl.constexpr, add: tl.constexpr):
+    """Load what `finish` adds: biases [output_block, 1], residual [output_block, row_block]; zeros if there are none.
+
+    Kernels call it before their loop, which hides the latency. With many rows `finish` loads the residual, because the
+    loop needs the registers.
+    """
+    bias = _read_bias(biases.first, output, outputs)
+    up_bias = bias
+    if activation is not None:
+        up_bias = _read_bias(biases.up, output, outputs)
+    residual = tl.zeros([output.shape[0], row.shape[0]], tl.float32)
+    if add and row.shape[0] <= EARLY:
+        residual = _read_residual(out, row, output, rows, outputs)
+    return bias, up_bias, residual
+
+
+@triton.jit
 def finish(
     total,  # [output_block, row_block]
     other_total,
-    biases,
+    addends,
+    deltas,
     out,
     row,
     output,
@@ -76,24 +95,32 @@ def finish(
     add: tl.constexpr,
 ):
     """Apply bias, gate and residual to the sums, and store them."""
-    total = _biased(total, biases.first, output, outputs)
-    if activation is not None:
-        other_total = _biased(other_total, biases.up, output, outputs)
-        if biases.deltas is not None:
-            at = biases.deltas + row.to(tl.int64)[None, :] * (2 * outputs) + output[:, None]
-            inside = (row < rows)[None, :] & (output < outputs)[:, None]
-            total += tl.load(at, mask=inside, other=0)
-            other_total += tl.load(at + outputs, mask=inside, other=0)
-        total = apply_gate(total, other_total, activation)
-    target = out + row.to(tl.int64)[None, :] * outputs + output[:, None]
+    bias, up_bias, residual = addends
+    total += bias
     kept = (row < rows)[None, :] & (output < outputs)[:, None]
-    if add:
-        total += tl.load(target, mask=kept, other=0)
+    if activation is not None:
+        other_total += up_bias
+        if deltas is not None:
+            at = deltas + row.to(tl.int64)[None, :] * (2 * outputs) + output[:, None]
+            total += tl.load(at, mask=kept, other=0)
+            other_total += tl.load(at + outputs, mask=kept, other=0)
+        total = apply_gate(total, other_total, activation)
+    if add and row.shape[0] > EARLY:
+        residual = _read_residual(out, row, output, rows, outputs)
+    total += residual
+    target = out + row.to(tl.int64)[None, :] * outputs + output[:, None]
     tl.store(target, rounded(total, out.dtype.element_ty), mask=kept)
 
 
 @triton.jit
-def _biased(total, bias, output, outputs):
+def _read_residual(out, row, output, rows, outputs):
+    kept = (row < rows)[None, :] & (output < outputs)[:, None]
+    return tl.load(out + row.to(tl.int64)[None, :] * outputs + output[:, None], mask=kept, other=0)
+
+
+@triton.jit
+def _read_bias(bias, output, outputs):
+    value = tl.zeros([output.shape[0], 1], tl.float32)
     if bias is not None:
-        total += tl.load(bias + output, mask=output < outputs, other=0)[:, None]
-    return total
+        value = tl.load(bias + output, mask=output < outputs, other=0)[:, None]
+    return value

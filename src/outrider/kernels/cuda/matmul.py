@@ -20,7 +20,7 @@ from torch import Tensor
 from ..structures import Activation
 from . import quantized_matmul
 from .device import INTERPRETED, LAUNCH, fetch, multiply, rounded, wait
-from .epilogue import ROWS, Biases, SplitK, Tiling, finish, fitting_stages
+from .epilogue import ROWS, Biases, SplitK, Tiling, finish, fitting_stages, read_addends
 from .matrices import Matrix
 from .pointwise import gate, rms_norm
 
@@ -287,6 +287,7 @@ def matmul_tile(
     if single:
         tile, other = _read_tiles(matrix, line, outputs, first, column_block, operation)
     wait()
+    addends = read_addends(biases, out, row, output, rows, outputs, activation, operation.add)
     total = _zeros(output_block, row_block, slices)
     other_total = _zeros(output_block, row_block, slices)
     squares = tl.zeros([column_block, row_block], tl.float32)
@@ -303,7 +304,7 @@ def matmul_tile(
     if slices > 1:
         total, other_total = tl.sum(total, 0), tl.sum(other_total, 0)
     if parts == 1:
-        _finish(total, other_total, size, norm, biases, out, row, output, rows, outputs, eps, operation)
+        _finish(total, other_total, size, norm, addends, biases.deltas, out, row, output, rows, outputs, eps, operation)
     else:
         offset = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         length: tl.constexpr = (output_block + 1) * row_block
@@ -322,7 +323,7 @@ def matmul_tile(
                 piece = split.scratch + (offset * parts + part) * length
                 total += tl.load(piece + lane, cache_modifier=".cg")
                 size += tl.load(piece + end, cache_modifier=".cg")
-            _finish(total, total, size, norm, biases, out, row, output, rows, outputs, eps, operation)
+            _finish(total, total, size, norm, addends, biases.deltas, out, row, output, rows, outputs, eps, operation)
 
 
 @triton.jit
@@ -331,7 +332,8 @@ def _finish(
     other_total,
     size,  # [row_block]: sums of squares
     norm,
-    biases,
+    addends,
+    deltas,
     out,
     row,
     output,
@@ -345,7 +347,7 @@ def _finish(
     if norm is not None:
         factor = tl.rsqrt(size / operation.columns + eps)[None, :]
         total, other_total = total * factor, other_total * factor
-    finish(total, other_total, biases, out, row, output, rows, outputs, activation, operation.add)
+    finish(total, other_total, addends, deltas, out, row, output, rows, outputs, activation, operation.add)
 
 
 @triton.jit

@@ -1,12 +1,19 @@
 """Weight matrices on the GPU: floats unchanged, quantized formats as words of 16 bits.
 
 A word holds 4 weights (int4) or 2 (int8, fp8). They are not neighbours: a row is cut into chunks of `span` words, and
-bits 4 * i of the words of a chunk (int4; else byte i) are the weights of the i-th `span` columns of the chunk. So a
-tile of words unpacks into tiles of consecutive columns without moving data between lanes, and words load as 16-bit
-elements, which the tensor cores' load instruction supports. Rows are padded to whole tiles of PADDED columns.
+field i of the words of a chunk holds the weights of the i-th `span` columns of the chunk. So a tile of words unpacks
+into tiles of consecutive columns without moving data between lanes, and words load as 16-bit elements, which the
+tensor cores' load instruction supports. Rows are padded to whole tiles of PADDED columns.
 
-weight = scale * quant + minimum. Quants are signed, those of int4 are -8 to 7, stored as 0 to 15: minima of unsigned
-quants lie far from 0 and would lose bits in bf16. Those of iq4_nl and mxfp4 are indices into a table.
+weight = scale * quant + minimum. Quants are signed: minima of unsigned ones lie far from 0 and would lose bits in bf16.
+Fields are bytes (int8) or nibbles at bits 4 * i, which for iq4_nl and mxfp4 are indices into a table. Other fields have
+their sign and their other bits where shifts and exchanges of bytes move them to those of a bf16:
+- int4: quants are -7.5, -6.5 .. 7.5, a sign and a magnitude of three bits and a half. Field i has its magnitude at bits
+  4 * (i ^ 1) and its sign at bit 15 - 4 * i. With no exponent and the bit of the half set, that is the bf16 number
+  NIBBLE * quant. Scales are divided by NIBBLE; scales and minima by SUM_FACTOR, or scales would overflow.
+- fp8: bit 15 is the sign of field 0, and bits 4 to 10 are its exponent and mantissa: the bf16 number E4M3 * quant.
+  Field 1 has its mantissa at bits 0 to 2, its sign at bit 3, and its exponent at bits 11 to 14.
+
 A chunk has `groups` scales for equal shares of its columns. Those of one chunk and of neighbouring rows lie together,
 so that a tile reads whole lines of memory. If all groups of each row have one scale, it is applied to the sums instead,
 in fp32: `channel`. Ranges of rows are matrices.
@@ -36,6 +43,9 @@ PER_WORD = {"int4": 4, "int8": 2, "fp8": 2}  # weights of a word
 EXPANDED = 0 if INTERPRETED else 1024
 MANY_OUTPUTS = 32768  # as an LM head has them
 MOST_TILES = 512  # output tiles of a matrix under split-k: the number of its counters
+E4M3 = 2.0**-120  # the ratio of the exponents of bf16 and of e4m3 with the same bits
+NIBBLE = 2.0**-129  # a bf16 without an exponent is its mantissa times 2^-133; magnitudes are at its bit 4
+SUM_FACTOR = 2.0**24  # of sums of int4 weights, and of E4M3 * quant times enlarged states
 ALIGNMENT = 16  # bytes: vectorised loads need it
 WIDEST = (torch.float32, torch.float16, torch.bfloat16)  # mixed float matrices take the first dtype that occurs
 
@@ -117,17 +127,16 @@ def _quantized(
     count, columns = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
     group = 16 if any(weight.kind == "q6_k" for weight in weights) else 32
     padded = -(-columns // PADDED) * PADDED
-    paired = (kind == "int4" and not table) or any(weight.kind in WITH_MINIMA for weight in weights)
+    signed = kind == "int4" and not table
+    paired = signed or any(weight.kind in WITH_MINIMA for weight in weights)
     quants = torch.zeros(count, padded, dtype=torch.uint8, device=DEVICE)
     scales = torch.zeros(count, padded // group, device=DEVICE)
     minima = torch.zeros_like(scales)
     begin = 0
-    for part in (_centered(part, kind) for weight in weights for part in _split(weight)):
+    for part in (_halved(part) if signed else _centered(part) for weight in weights for part in _split(weight)):
         at = slice(begin, begin + part.quants.numel() // columns)
         begin = at.stop
-        stored = part.quants + 8 if kind == "int4" else part.quants
-        if table:
-            stored = _indices(part.quants, table)
+        stored = _indices(part.quants, table) if table else part.quants
         quants[at, :columns] = stored.reshape(-1, columns).view(torch.uint8)
         scales[at, : columns // group] = _spread(part.scales, at.stop - at.start, columns // group)
         if part.minima is not None:
@@ -137,14 +146,16 @@ def _quantized(
     )
     if not paired and _equal(scales[:, : columns // group]):
         span = PADDED // PER_WORD[kind]
-        return replace(found, data=_words(quants, kind, span), span=span, channel=scales[:, 0].contiguous())
+        return replace(found, data=_words(quants, kind, span, signed), span=span, channel=scales[:, 0].contiguous())
+    if signed:
+        scales, minima = scales * (1 / NIBBLE / SUM_FACTOR), minima / SUM_FACTOR
     wide = all(_equal(values.view(count * padded // PADDED, -1)) for values in (scales, minima))
     span = PADDED // PER_WORD[kind] if wide or kind == "int4" else group
     groups = 1 if wide else PER_WORD[kind]
     step = PADDED // group if wide else 1  # entries that are equal
     entries = [v[:, ::step].reshape(count, -1, groups).transpose(0, 1) for v in (scales, minima if paired else scales)]
     packed = _pairs(*entries) if paired or groups == 1 else entries[0].to(torch.bfloat16).contiguous()
-    return replace(found, data=_words(quants, kind, span), span=span, groups=groups, scales=packed)
+    return replace(found, data=_words(quants, kind, span, signed), span=span, groups=groups, scales=packed)
 
 
 def _split(weight: Weight) -> Iterator[Groups]:
@@ -157,18 +168,22 @@ def _split(weight: Weight) -> Iterator[Groups]:
         yield block.split(packed[first : first + step].to(DEVICE).reshape(-1, block.bytes))
 
 
-def _centered(part: Groups, kind: str) -> Groups:
-    """Subtract zero points from the quants, so that minima are near 0: 8 for int4, else what fits a byte."""
+def _centered(part: Groups) -> Groups:
+    """Subtract zero points that fit a byte from the quants, so that minima are near 0."""
     if part.minima is None:
         return part
     quants = part.quants.reshape(*part.scales.shape, -1).to(torch.int32)  # [X, groups, elements of a group]
-    if kind == "int4":
-        zeros = torch.full_like(part.scales, 8)
-    else:
-        zeros = (-part.minima / part.scales).nan_to_num(0, 0, 0).round()
-        zeros = zeros.clamp(quants.amax(2) - 127, quants.amin(2) + 128)  # [X, groups]
+    zeros = (-part.minima / part.scales).nan_to_num(0, 0, 0).round()
+    zeros = zeros.clamp(quants.amax(2) - 127, quants.amin(2) + 128)  # [X, groups]
     shifted = (quants - zeros[:, :, None].to(torch.int32)).to(torch.int8)
     return Groups(shifted.flatten(1), part.scales, part.minima + zeros * part.scales)
+
+
+def _halved(part: Groups) -> Groups:
+    """Return nibbles 0 to 15 that stand for -7.5 to 7.5, and their minima."""
+    if part.minima is None:  # nibbles -8 to 7
+        return Groups(part.quants + 8, part.scales, -part.scales / 2)
+    return Groups(part.quants, part.scales, part.minima + 7.5 * part.scales)
 
 
 def _indices(quants: Tensor, table: str) -> Tensor:
@@ -179,16 +194,25 @@ def _indices(quants: Tensor, table: str) -> Tensor:
     return indices.to(quants.device)[quants.view(torch.uint8).long()]
 
 
-def _words(quants: Tensor, kind: str, span: int) -> Tensor:
-    """Pack [N, padded K] bytes into words [N, padded K / weights of a word] int16."""
+def _words(quants: Tensor, kind: str, span: int, signed: bool) -> Tensor:
+    """Pack [N, padded K] bytes into words [N, padded K / weights of a word] int16; signed: nibbles of `_halved`."""
     count = PER_WORD[kind]
     words = torch.zeros(len(quants), quants.shape[1] // count, dtype=torch.int16, device=quants.device)
     step = max(CHUNK // quants.shape[1], 1)
     for first in range(0, len(quants), step):
         fields = quants[first : first + step].view(-1, quants.shape[1] // (count * span), count, span)
         packed = words[first : first + step].view(-1, fields.shape[1], span)
-        for index, field_bits in enumerate(fields.unbind(2)):  # [rows, chunks, span] each
-            packed |= field_bits.to(torch.int16) << (16 // count * index)
+        for index, field_bits in enumerate(fields.to(torch.int16).unbind(2)):  # [rows, chunks, span] each
+            if kind == "fp8" and index == 0:
+                packed |= (field_bits & 0x80) << 8 | (field_bits & 0x7F) << 4
+            elif kind == "fp8":
+                packed |= (field_bits & 7) | (field_bits & 0x78) << 8 | (field_bits & 0x80) >> 4
+            elif signed:
+                negative = field_bits < 8
+                packed |= torch.where(negative, 7 - field_bits, field_bits - 8) << (4 * (index ^ 1))
+                packed |= negative.to(torch.int16) << (15 - 4 * index)
+            else:
+                packed |= field_bits << (16 // count * index)
     return words
 
 

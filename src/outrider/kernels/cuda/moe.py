@@ -24,7 +24,7 @@ from .matmul import _add_matmul as add_matmul
 from .matmul import _read_tiles as read_tiles
 from .matrices import PADDED, Matrix, pack
 from .pointwise import apply_gate
-from .quantized_matmul import Words, format_of, read_tile
+from .quantized_matmul import Words, format_of, read_tile, true_size
 
 ROUTED = 16  # experts per program of the router
 ROUTER_COLUMNS = 256  # columns per iteration of its loop
@@ -407,6 +407,7 @@ def grouped_tile(
             total = add_matmul(tile, states, total, 1)
             if activation is not None:
                 other_total = add_matmul(other, states, other_total, 1)
+        total, other_total = true_size(total, format, False), true_size(other_total, format, False)
         if words.channel is not None:
             total *= tl.load(words.channel + line)[:, None]
             if activation is not None:

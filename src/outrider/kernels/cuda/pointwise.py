@@ -9,10 +9,13 @@ from torch import Tensor
 
 from ..structures import Activation
 from .device import LAUNCH, rounded, wait
-from .matrices import Matrix
+from .matrices import E4M3, NIBBLE, SUM_FACTOR, Matrix
 from .tables import looked_up
 
 BLOCK = 1024  # elements per program of pointwise kernels
+E4M3_FACTOR: tl.constexpr = tl.constexpr(1 / E4M3)
+QUANT: tl.constexpr = tl.constexpr(NIBBLE * SUM_FACTOR)
+SUM: tl.constexpr = tl.constexpr(SUM_FACTOR)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -86,15 +89,18 @@ def _norm(x: Tensor, weight: Tensor, out: Tensor, eps: float, add: bool) -> None
 @triton.jit
 def _norm_row(x, weight, out, width, stride, eps, add: tl.constexpr, block: tl.constexpr):
     """Normalize one row. x and out have the same stride between rows."""
-    wait()
     first = tl.program_id(0).to(tl.int64) * stride
     column = tl.arange(0, block)
     inside = column < width
+    factor = tl.load(weight + column, mask=inside, other=0)  # no kernel writes it
+    wait()
     value = tl.load(x + first + column, mask=inside, other=0).to(tl.float32)
-    value *= tl.rsqrt(tl.sum(value * value, 0) / width + eps)
-    value *= tl.load(weight + column, mask=inside, other=0)
     if add:
-        value += tl.load(out + first + column, mask=inside, other=0)
+        residual = tl.load(out + first + column, mask=inside, other=0)
+    value *= tl.rsqrt(tl.sum(value * value, 0) / width + eps)
+    value *= factor
+    if add:
+        value += residual
     tl.store(out + first + column, rounded(value, out.dtype.element_ty), mask=inside)
 
 
@@ -146,11 +152,13 @@ def _embed_row(
         if table != "":
             value = looked_up(bits & 15, table)
         elif kind == "int4":
-            value = ((bits & 15) - 8).to(tl.float32)
+            index = column // span % per
+            magnitude = (word >> 4 * (index ^ 1) & 7).to(tl.float32) + 0.5
+            value = tl.where((word >> 15 - 4 * index & 1) != 0, -magnitude, magnitude) * QUANT
         elif kind == "int8":
             value = ((bits & 255) - ((bits & 128) << 1)).to(tl.float32)
-        else:  # exponent and mantissa below the sign make an fp32 that is 2^120 times too small
-            value = (((bits & 127) << 20) | ((bits & 128) << 24)).to(tl.float32, bitcast=True) * 1.329227995784916e36
+        else:
+            value = e4m3_value(word, column // span % per)
         if scales is not None:
             chunk: tl.constexpr = per * span
             at = (column // chunk).to(tl.int64) * scale_stride + line * groups + column % chunk // (chunk // groups)
@@ -160,10 +168,19 @@ def _embed_row(
             else:
                 value *= entry.to(tl.float32)
             if paired:
-                value += (entry & -0x10000).to(tl.float32, bitcast=True)
+                minimum = (entry & -0x10000).to(tl.float32, bitcast=True)
+                value += minimum * SUM if kind == "int4" else minimum
         if channel is not None:
             value *= tl.load(channel + line)
     tl.store(out + row * columns + column, rounded(value * factor, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def e4m3_value(word, index):
+    """Return the value of a field of fp8 words, as fp32: see matrices.py."""
+    first = (word & 0x8000) << 16 | (word & 0x7F0) << 16
+    second = (word & 8) << 28 | (word & 0x7800) << 12 | (word & 7) << 20
+    return tl.where(index == 0, first, second).to(tl.float32, bitcast=True) * E4M3_FACTOR
 
 
 @triton.jit

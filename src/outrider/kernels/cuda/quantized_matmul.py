@@ -3,7 +3,7 @@
 The kernel reads tiles of words through shared memory into the registers of the tensor cores' left factor, unpacks
 them there with about one instruction per weight, and multiplies. Layout and arithmetic of the words: matrices.py.
 Conversions of integers by the hardware are several times slower than memory, so the bits of a weight are placed into a
-float whose exponent is known, and the excess is subtracted. Sums are fp32. A batch-invariant matrix is cut into the
+float whose exponent is known. Sums are fp32. A batch-invariant matrix is cut into the
 same columns and parts for any T. The number of rows in a tile has no influence on the sums of a row.
 """
 
@@ -19,12 +19,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ..structures import Activation
-from .device import EMULATED, INTERPRETED, LAUNCH, fetch, loop_bound, multiply, rounded, wait
-from .epilogue import ROWS, Biases, SplitK, Tiling, finish, fitting_stages
-from .matrices import MANY_OUTPUTS, MOST_TILES, PADDED, PER_WORD, Matrix
+from .device import EMULATED, INTERPRETED, LAUNCH, loop_bound, multiply, rounded, wait
+from .epilogue import ROWS, Biases, SplitK, Tiling, finish, fitting_stages, read_addends
+from .matrices import E4M3, MANY_OUTPUTS, MOST_TILES, PADDED, PER_WORD, SUM_FACTOR, Matrix
+from .pointwise import e4m3_value
 from .tables import looked_up_nibbles
 
-AHEAD: tl.constexpr = tl.constexpr(256)  # bytes of each row of the matrix that a program prefetches under PDL
+SUM: tl.constexpr = tl.constexpr(SUM_FACTOR)
+E4M3_UNIT: tl.constexpr = tl.constexpr(E4M3)
+STATES: tl.constexpr = tl.constexpr(1 / E4M3 / SUM_FACTOR)
+FEW_NUMBERS: tl.constexpr = tl.constexpr(2048)  # of a tile, up to which registers hold four of them: 8 or 16 rows
 
 
 class Words(NamedTuple):
@@ -66,26 +70,81 @@ USUAL = {
     64: Tiling(64, 128, 4, 3, rows=64),
     128: Tiling(128, 128, 8, 3, rows=128),
 }
+# Of int4 matrices that are not wider than long: a layer of 14B takes 85 us instead of 100 with USUAL, those of 1B 27.2
+# and 28.4, of 1.5B 26.6 and 26.5, of 4B 39.4 and 40.4.
+DOWN = Tiling(128, 128, 8, 4, rows=8)
+# Turn the fields of two words, the last operand, into pairs of bf16, an operand for each field (layout: matrices.py):
+# those of fp8 into E4M3 * quant or quant, those of int4 into NIBBLE * quant.
+TINY_E4M3 = """{
+    .reg .b32 u, t;
+    and.b32 $0, $2, 0x87F087F0;
+    prmt.b32 u, $2, 0, 0x2301;
+    lop3.b32 t, $2, 0x00070007, u, 0xE2;
+    shl.b32 t, t, 4;
+    and.b32 $1, t, 0x87F087F0;
+    }"""
+WHOLE_E4M3 = """{
+    .reg .b32 m, z, u, t;
+    mov.b32 m, 0x7B807B80;
+    mov.b32 z, 0x80008000;
+    and.b32 t, $2, 0x87F087F0;
+    fma.rn.bf16x2 $0, t, m, z;
+    prmt.b32 u, $2, 0, 0x2301;
+    lop3.b32 t, $2, 0x00070007, u, 0xE2;
+    shl.b32 t, t, 4;
+    and.b32 t, t, 0x87F087F0;
+    fma.rn.bf16x2 $1, t, m, z;
+    }"""
+TINY, WHOLE = tl.constexpr(TINY_E4M3), tl.constexpr(WHOLE_E4M3)
+NIBBLES: tl.constexpr = tl.constexpr(
+    """{
+    .reg .b32 t, u, h;
+    mov.b32 h, 0x00080008;
+    lop3.b32 $0, $4, 0x80708070, h, 0xEA;
+    shl.b32 t, $4, 4;
+    lop3.b32 $1, t, 0x80708070, h, 0xEA;
+    prmt.b32 u, $4, 0, 0x2301;
+    lop3.b32 $2, u, 0x80708070, h, 0xEA;
+    shl.b32 t, u, 4;
+    lop3.b32 $3, t, 0x80708070, h, 0xEA;
+    }"""
+)
 DEQUANTIZED = 32  # rows of the matrix that a program dequantizes
 # Programs that split-k makes at most, by their warps: as many as run at once on the 132 multiprocessors of an H200.
-# Gated matmuls, which have two sums, count as those of 8 warps: split-k made one of a 4B shape 1.5 times as slow.
-PROGRAMS = {4: 396, 8: 132}
+# With 132 instead of 264, a layer of 14B in int4 takes 100 instead of 85 us.
+PROGRAMS = {4: 396, 8: 264}
+# The same for gated matmuls, whose two sums take twice as long to add: split-k makes one of 8B 4 us slower, one of 4B
+# 1.5 times as slow. Tiles of 128 rows were measured with it, too.
+FEW_PROGRAMS = 132
+LONG = 12288  # columns from which fp8 takes 256 at a time: a layer of 14B takes 100 instead of 115 us, of 4B as long
 FEWEST_STEPS = 3  # iterations of a program's loop that split-k leaves
 # Matrices of Llama-3.1-8B as N, K, gated: qkv, attention output, gate and up, down, LM head.
 SHAPES = ((6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False), (128256, 4096, False))
 # Measured on an H200 for SHAPES, by kind and rows per program: outputs, columns, warps, stages and parts of a Tiling.
-# Those of fp8 and int4 with 8 rows in the steps of an engine: the tiling of the int4 down matrix that is fastest alone
-# takes 7 us longer there, between the other kernels of a layer.
+# Those of fp8 and int4 (but the LM head) in chains of layers; alone, others are the fastest. Under PDL, programs start
+# while those of the kernel before hold memory and registers of some multiprocessors, which then get fewer of them.
 MEASURED = {
-    ("fp8", 8): ((64, 256, 4, 4, 4), (64, 128, 4, 6, 4), (64, 256, 4, 3, 1), (64, 512, 4, 3, 4), (64, 256, 4, 4, 1)),
-    ("fp8", 16): ((64, 128, 4, 6, 4), (64, 128, 2, 4, 4), (64, 256, 4, 3, 1), (64, 256, 4, 4, 4), (64, 256, 4, 3, 1)),
-    ("fp8", 64): ((64, 128, 4, 3, 4), (64, 128, 4, 4, 4), (64, 128, 4, 3, 1), (128, 128, 8, 4, 4), (128, 128, 8, 4, 1)),
-    ("int4", 8): ((64, 128, 4, 4, 4), (64, 128, 2, 6, 4), (64, 256, 4, 3, 1), (128, 256, 8, 3, 4), (128, 256, 4, 3, 1)),
-    ("int4", 16): ((64, 128, 4, 4, 4), (64, 128, 2, 6, 4), (64, 256, 4, 4, 1), (128, 256, 4, 3, 8), (64, 256, 4, 3, 1)),
+    ("fp8", 8): ((64, 256, 4, 4, 2), (64, 128, 4, 6, 4), (64, 256, 4, 3, 1), (64, 512, 4, 3, 4), (64, 256, 4, 4, 1)),
+    ("fp8", 16): ((64, 256, 4, 4, 2), (64, 128, 4, 6, 4), (64, 256, 4, 3, 1), (64, 256, 4, 4, 4), (64, 256, 4, 3, 1)),
+    ("fp8", 64): (
+        (64, 128, 4, 3, 4),
+        (64, 128, 4, 4, 4),
+        (128, 128, 8, 4, 1),
+        (128, 128, 8, 4, 8),
+        (128, 128, 8, 4, 1),
+    ),
+    ("int4", 8): (
+        (64, 256, 4, 4, 2),
+        (128, 128, 8, 4, 8),
+        (64, 256, 4, 3, 1),
+        (128, 128, 8, 4, 8),
+        (128, 256, 4, 3, 1),
+    ),
+    ("int4", 16): ((64, 128, 4, 6, 4), (64, 128, 4, 6, 4), (64, 256, 4, 3, 1), (128, 256, 4, 3, 8), (64, 256, 4, 3, 1)),
     ("int4", 64): (
         (64, 128, 4, 3, 4),
         (64, 128, 4, 4, 4),
-        (128, 128, 8, 3, 1),
+        (128, 128, 8, 4, 1),
         (128, 128, 8, 4, 8),
         (128, 128, 8, 4, 1),
     ),
@@ -137,10 +196,14 @@ def choose(kind: str, outputs: int, columns: int, gated: bool, rows: int, blocks
         tile = replace(USUAL[128], rows=rows)
     if rows == 8 and (outputs >= MANY_OUTPUTS or gated):
         tile = replace(USUAL[ROWS], rows=rows)
+    elif rows == 8 and kind == "int4" and outputs <= columns:
+        tile = DOWN
+    elif rows == 8 and kind == "fp8" and columns >= LONG:
+        tile = replace(tile, columns=256)
     if padded % tile.columns:
         tile = replace(tile, columns=PADDED)
     programs, steps = blocks * triton.cdiv(outputs // 2 if gated else outputs, tile.outputs), padded // tile.columns
-    most, parts = PROGRAMS[8 if gated else tile.warps], 1
+    most, parts = FEW_PROGRAMS if gated or rows == 128 else PROGRAMS[tile.warps], 1
     while 2 * parts * programs <= most and steps >= 2 * parts * FEWEST_STEPS:
         parts *= 2
     return replace(tile, parts=parts)
@@ -238,9 +301,10 @@ def dequantize_tile(
     wait()
     row = tl.program_id(0) * row_block + tl.arange(0, row_block)
     line = tl.minimum(begin + row, end - 1).to(tl.int64)
-    weights = read_tile(words, line, tl.program_id(1), stride, scale_stride, chunks, format)
+    weights = read_tile(words, line, tl.program_id(1), stride, scale_stride, chunks, format).to(tl.float32)
+    weights = true_size(weights, format, False)
     if words.channel is not None:
-        weights = rounded(weights.to(tl.float32) * tl.load(words.channel + line)[:, None], tl.bfloat16)
+        weights *= tl.load(words.channel + line)[:, None]
     column = tl.program_id(1) * weights.shape[1] + tl.arange(0, weights.shape[1])
     kept = (begin + row < end)[:, None]
     if not format.even:
@@ -280,12 +344,13 @@ def quantized_matmul_tile(
     all_steps = stride // step_words
     begin = tl.program_id(2) * all_steps // parts
     steps = (tl.program_id(2) + 1) * all_steps // parts - begin  # of this program: parts may differ by one
-    own = words.data + line * stride + begin * step_words
-    if steps * step_words >= AHEAD // 2:
-        fetch(own, AHEAD, AHEAD)
+    if words.channel is not None:
+        factor = tl.load(words.channel + line)[:, None]
         if activation is not None:
-            fetch(own + outputs.to(tl.int64) * stride, AHEAD, AHEAD)
+            other_factor = tl.load(words.channel + other_line)[:, None]
     wait()
+    addends = read_addends(biases, out, row, output, rows, outputs, activation, add)
+    tiny: tl.constexpr = format.kind == "fp8" and words.channel is not None
     total = tl.zeros([output_block, row_block], tl.float32)
     other_total = tl.zeros([output_block, row_block], tl.float32)
     for index in range(loop_bound(steps)):
@@ -295,28 +360,34 @@ def quantized_matmul_tile(
         if not format.even:
             known = known & (column < columns)[:, None]
         right = tl.load(x + row.to(tl.int64)[None, :] * columns + column[:, None], mask=known, other=0)
-        left = read_tile(words, line, step, stride, scale_stride, shape.chunks, format)
+        if tiny:
+            right = _enlarged(right)
+        left = read_tile(words, line, step, stride, scale_stride, shape.chunks, format, tiny)
         total = multiply(left, right, total)
         if activation is not None:
-            left = read_tile(words, other_line, step, stride, scale_stride, shape.chunks, format)
+            left = read_tile(words, other_line, step, stride, scale_stride, shape.chunks, format, tiny)
             other_total = multiply(left, right, other_total)
+    total, other_total = true_size(total, format, tiny), true_size(other_total, format, tiny)
     if words.channel is not None:
-        total *= tl.load(words.channel + line)[:, None]
+        total *= factor
         if activation is not None:
-            other_total *= tl.load(words.channel + other_line)[:, None]
+            other_total *= other_factor
     if not shape.split:
-        finish(total, other_total, biases, out, row, output, rows, outputs, activation, add)
+        finish(total, other_total, addends, biases.deltas, out, row, output, rows, outputs, activation, add)
     else:
-        _finish_part(total, other_total, split, parts, biases, out, row, output, rows, outputs, activation, add)
+        _finish_part(
+            total, other_total, addends, biases.deltas, split, parts, out, row, output, rows, outputs, activation, add
+        )
 
 
 @triton.jit
 def _finish_part(
     total,  # [output_block, row_block]
     other_total,
+    addends,
+    deltas,
     split,
     parts,
-    biases,
     out,
     row,
     output,
@@ -340,19 +411,43 @@ def _finish_part(
     if tl.atomic_add(split.counters + offset, 1, sem="acq_rel") == parts - 1:
         # The parts are added in their order, so that the sum does not depend on which program is last.
         tl.store(split.counters + offset, 0)
-        total = tl.zeros([output_block, row_block], tl.float32)
-        other_total = tl.zeros([output_block, row_block], tl.float32)
-        for part in range(loop_bound(parts)):
-            piece = split.scratch + (offset * parts + part) * length + lane
-            total += tl.load(piece, cache_modifier=".cg")
-            if activation is not None:
-                other_total += tl.load(piece + size, cache_modifier=".cg")
-        finish(total, other_total, biases, out, row, output, rows, outputs, activation, add)
+        pieces = split.scratch + offset * parts * length + lane
+        total = _sum_parts(pieces, parts, length)
+        if activation is not None:
+            other_total = _sum_parts(pieces + size, parts, length)
+        finish(total, other_total, addends, deltas, out, row, output, rows, outputs, activation, add)
 
 
 @triton.jit
-def read_tile(words, line, step, stride, scale_stride, chunks: tl.constexpr, format: tl.constexpr):
-    """Load `chunks` chunks of rows `line` [output_block] int64, and return their weights: [outputs, columns] bf16."""
+def _sum_parts(pieces, parts, length: tl.constexpr):
+    """Return the sum of `parts` tiles in their order; `pieces` points to the first, the next is `length` numbers on."""
+    total = tl.zeros(pieces.shape, tl.float32)
+    if pieces.shape[0] * pieces.shape[1] <= FEW_NUMBERS:
+        for part in range(0, loop_bound(parts), 4):  # four loads have the latency of one
+            first = _load_part(pieces, part, parts, length)
+            second = _load_part(pieces, part + 1, parts, length)
+            third = _load_part(pieces, part + 2, parts, length)
+            fourth = _load_part(pieces, part + 3, parts, length)
+            total = total + first + second + third + fourth
+    else:
+        for part in range(loop_bound(parts)):
+            total += _load_part(pieces, part, parts, length)
+    return total
+
+
+@triton.jit
+def _load_part(pieces, part, parts, length: tl.constexpr):
+    return tl.load(pieces + part * length, mask=part < parts, other=0, cache_modifier=".cg")
+
+
+@triton.jit
+def read_tile(
+    words, line, step, stride, scale_stride, chunks: tl.constexpr, format: tl.constexpr, tiny: tl.constexpr = False
+):
+    """Load `chunks` chunks of rows `line` [output_block] int64, and return their weights: [outputs, columns] bf16.
+
+    `true_size` is to be applied to the weights or to their sums. tiny: return E4M3 * quant for fp8.
+    """
     per: tl.constexpr = 4 if format.kind == "int4" else 2
     span: tl.constexpr = format.span
     groups: tl.constexpr = format.groups
@@ -384,7 +479,7 @@ def read_tile(words, line, step, stride, scale_stride, chunks: tl.constexpr, for
             quarter_3 = _scaled(quarter_3, scale_3, format)
         weights = _concatenated(_concatenated(quarter_0, quarter_1), _concatenated(quarter_2, quarter_3))
     else:
-        low, high = _bytes(tile, format)
+        low, high = _bytes(tile, format, tiny)
         if groups == 1:
             common = tl.reshape(scales, [outputs, chunks])
             low, high = _scaled(low, common, format), _scaled(high, common, format)
@@ -396,6 +491,22 @@ def read_tile(words, line, step, stride, scale_stride, chunks: tl.constexpr, for
 
 
 @triton.jit
+def true_size(values, format: tl.constexpr, tiny: tl.constexpr):
+    """Multiply fp32 weights of `read_tile`, or sums of them, by the factor that their scales or their states lack."""
+    if tiny or (format.kind == "int4" and format.table == ""):
+        values = values * SUM
+    return values
+
+
+@triton.jit
+def _enlarged(states):
+    """Multiply bf16 states by STATES, so that their products with E4M3 * quant keep their bits."""
+    if EMULATED:
+        states = states.to(tl.float32)
+    return (states * STATES).to(states.dtype)
+
+
+@triton.jit
 def _concatenated(left, right):
     """Join two tiles [outputs, chunks, n] along their columns: only registers get other names."""
     both = tl.permute(tl.join(left, right), (0, 1, 3, 2))
@@ -404,36 +515,14 @@ def _concatenated(left, right):
 
 @triton.jit
 def _nibbles(tile, format: tl.constexpr):
-    """Convert the four nibbles of words to bf16, exactly: -8 .. 7, or the values of a table."""
+    """Convert the four fields of words to bf16, exactly: NIBBLE * quant, or the values of a table."""
     table: tl.constexpr = format.table
     if table != "":
         return looked_up_nibbles(tile, table)
     if EMULATED:
-        bits = tile.to(tl.int32)
-        return (
-            ((bits & 15) - 8).to(tl.float32),
-            ((bits >> 4 & 15) - 8).to(tl.float32),
-            ((bits >> 8 & 15) - 8).to(tl.float32),
-            ((bits >> 12 & 15) - 8).to(tl.float32),
-        )
-    # 128 + quant, minus 136.
+        return _nibble(tile, 0), _nibble(tile, 1), _nibble(tile, 2), _nibble(tile, 3)
     return tl.inline_asm_elementwise(
-        """{
-            .reg .b32 t, u, c;
-            mov.b32 u, 0x3F803F80;
-            mov.b32 c, 0xC308C308;
-            lop3.b32 t, $4, 0x000F000F, 0x43004300, 0xEA;
-            fma.rn.bf16x2 $0, t, u, c;
-            shr.b32 t, $4, 4;
-            lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA;
-            fma.rn.bf16x2 $1, t, u, c;
-            shr.b32 t, $4, 8;
-            lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA;
-            fma.rn.bf16x2 $2, t, u, c;
-            shr.b32 t, $4, 12;
-            lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA;
-            fma.rn.bf16x2 $3, t, u, c;
-            }""",
+        NIBBLES,
         "=r,=r,=r,=r,r",
         [tile],
         dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
@@ -443,10 +532,13 @@ def _nibbles(tile, format: tl.constexpr):
 
 
 @triton.jit
-def _bytes(tile, format: tl.constexpr):
-    """Convert the low and the high bytes of words to bf16, exactly."""
+def _bytes(tile, format: tl.constexpr, tiny: tl.constexpr):
+    """Convert the two fields of words to bf16, exactly; tiny: those of fp8 to E4M3 * quant."""
     if EMULATED:
-        return _byte(tile, 0, format), _byte(tile, 8, format)
+        low, high = _byte(tile, 0, format), _byte(tile, 1, format)
+        if tiny:
+            low, high = low * E4M3_UNIT, high * E4M3_UNIT
+        return low, high
     if format.kind == "int8":
         # 128 + the low seven bits, minus 128, or minus 256 if the sign bit is set.
         return tl.inline_asm_elementwise(
@@ -467,28 +559,8 @@ def _bytes(tile, format: tl.constexpr):
             is_pure=True,
             pack=2,
         )
-    # Exponent and mantissa below the sign make a bf16 that is 2^120 times too small.
-    return tl.inline_asm_elementwise(
-        """{
-            .reg .b32 a, t, m, z;
-            mov.b32 m, 0x7B807B80;
-            mov.b32 z, 0x80008000;
-            shl.b32 t, $2, 8;
-            shr.b32 a, t, 4;
-            and.b32 a, a, 0x07F007F0;
-            lop3.b32 a, t, 0x80008000, a, 0xEA;
-            fma.rn.bf16x2 $0, a, m, z;
-            shr.b32 a, $2, 4;
-            and.b32 a, a, 0x07F007F0;
-            lop3.b32 a, $2, 0x80008000, a, 0xEA;
-            fma.rn.bf16x2 $1, a, m, z;
-            }""",
-        "=r,=r,r",
-        [tile],
-        dtype=(tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=2,
-    )
+    code: tl.constexpr = TINY if tiny else WHOLE
+    return tl.inline_asm_elementwise(code, "=r,=r,r", [tile], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)
 
 
 @triton.jit
@@ -506,9 +578,11 @@ def _scaled(tile, scales, format: tl.constexpr):
     if format.paired:
         return tl.inline_asm_elementwise(
             """{
+            .reg .b16 a, b;
             .reg .b32 s, o;
-            prmt.b32 s, $2, 0, 0x1010;
-            prmt.b32 o, $2, 0, 0x3232;
+            mov.b32 {a, b}, $2;
+            mov.b32 s, {a, a};
+            mov.b32 o, {b, b};
             fma.rn.bf16x2 $0, $1, s, o;
             }""",
             "=r,r,r,r",
@@ -537,11 +611,18 @@ def _scaled(tile, scales, format: tl.constexpr):
 
 
 @triton.jit
-def _byte(tile, shift: tl.constexpr, format: tl.constexpr):
-    """Convert a byte of words for the interpreter, which has no assembler."""
-    bits = (tile.to(tl.int32) >> shift) & 255
-    if format.kind == "int8":
-        value = (bits - ((bits & 128) << 1)).to(tl.float32)
-    else:
-        value = (((bits & 127) << 20) | ((bits & 128) << 24)).to(tl.float32, bitcast=True) * 1.329227995784916e36
-    return rounded(value, tl.bfloat16)
+def _nibble(tile, index: tl.constexpr):
+    """Convert a field of words for the interpreter."""
+    bits = tile.to(tl.int32)
+    magnitude, sign = bits >> 4 * (index ^ 1) & 7, bits >> 15 - 4 * index & 1
+    return (sign << 31 | magnitude << 20 | 1 << 19).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _byte(tile, index: tl.constexpr, format: tl.constexpr):
+    """Convert a field of words for the interpreter, which has no assembler."""
+    bits = tile.to(tl.int32)
+    if format.kind != "int8":
+        return e4m3_value(bits, index)
+    byte = bits >> 8 * index & 255
+    return (byte - ((byte & 128) << 1)).to(tl.float32)
