@@ -19,7 +19,7 @@ from outrider.kernels.cuda import quantized_matmul
 from outrider.kernels.cuda.device import DEVICE, LAUNCH
 from outrider.kernels.cuda.epilogue import Biases, Tiling
 from outrider.kernels.cuda.matmul import TUNED, choose, launch
-from outrider.kernels.cuda.matrices import MOST_TILES, NIBBLE, PADDED, PER_WORD, SUM_FACTOR, Matrix
+from outrider.kernels.cuda.matrices import MOST_TILES, PADDED, PER_WORD, SUM_FACTOR, UNITS, Matrix
 
 TOKENS = (1, 5)
 MANY_BYTES = 250_000_000  # bytes of all copies of a matrix: several times the L2 cache
@@ -172,7 +172,7 @@ def random_matrix(shape: Shape) -> Matrix:
         scales = torch.rand(entries, dtype=torch.bfloat16, device=DEVICE)
     else:
         pairs = torch.rand(*entries, 2, dtype=torch.bfloat16, device=DEVICE) / SUM_FACTOR
-        pairs[..., 0] /= NIBBLE
+        pairs[..., 0] *= 1 / UNITS["int4"]
         scales = pairs.view(torch.int32).squeeze(-1)
     paired = shape.kind == "int4"
     return Matrix(shape.kind, size, words, torch.bfloat16, 32, groups=per_word, paired=paired, scales=scales)

@@ -1,16 +1,17 @@
-"""The assembly that converts nibbles: the interpreter does not run it, so its instructions are modelled."""
+"""The assembly that unpacks words: the interpreter does not run it, so its instructions are modelled."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from outrider.kernels.cuda.matrices import NIBBLE
-from outrider.kernels.cuda.quantized_matmul import NIBBLES
+from outrider.kernels.cuda.matrices import UNITS
+from outrider.kernels.cuda.quantized_matmul import FP8, INT4, INT8
 from outrider.kernels.cuda.tables import TABLES, assembly
 
 Register = np.ndarray[Any, np.dtype[np.uint32]]
@@ -47,8 +48,9 @@ OPERATORS = {"and.b32": np.bitwise_and, "or.b32": np.bitwise_or, "shr.b32": np.r
 
 
 def run(text: str, source: Register) -> list[Register]:
-    """Run PTX over `source` as $4; return $0 to $3."""
-    known: dict[str, Register] = {"$4": source}
+    """Run PTX over `source` as the operand after the results, and return these."""
+    count = 4 if "$4" in text else 2
+    known: dict[str, Register] = {f"${count}": source}
 
     def read(operand: str) -> Register:
         return known[operand] if operand in known else np.full_like(source, int(operand, 0))
@@ -61,14 +63,15 @@ def run(text: str, source: Register) -> list[Register]:
         elif name in OPERATORS:
             known[target] = OPERATORS[name](*values)
         elif name == "lop3.b32":
-            assert (values[3] == 0xEA).all()
-            known[target] = (values[0] & values[1]) | values[2]
+            first, second, third, table = values
+            assert (table == table[0]).all() and table[0] in (0xEA, 0xE2)
+            known[target] = (first & second) | (third if table[0] == 0xEA else third & ~second)
         elif name == "prmt.b32":
             known[target] = permute(*values)
         else:
             assert name == "fma.rn.bf16x2", name
             known[target] = fma_pairs(*values)
-    return [known[f"${index}"] for index in range(4)]
+    return [known[f"${index}"] for index in range(count)]
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -82,15 +85,33 @@ def test_every_word_gives_the_values_of_its_nibbles(table: str) -> None:
         assert np.array_equal(bf16(pair >> 16), values[(other >> 4 * index) & 15])
 
 
-def test_every_word_gives_the_quants_of_its_fields() -> None:
+def int4(word: Register, index: int) -> np.ndarray[Any, Any]:
+    magnitude = ((word >> 4 * (index ^ 1)) & 7) + 0.5
+    return np.where((word >> 15 - 4 * index) & 1, -magnitude, magnitude)
+
+
+def int8(word: Register, index: int) -> np.ndarray[Any, Any]:
+    return ((word >> 8 * index) & 255) - 128.0
+
+
+def fp8(word: Register, index: int) -> np.ndarray[Any, Any]:
+    byte = (word >> 8 & 128) | (word >> 4 & 127)
+    if index:
+        byte = (word & 7) | (word >> 8 & 0x78) | (word << 4 & 128)
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    size = np.where(exponent == 0, mantissa / 8, 1 + mantissa / 8) * 2.0 ** (np.maximum(exponent, 1) - 7.0)
+    return np.where(byte & 128, -size, size)
+
+
+@pytest.mark.parametrize(("kind", "text", "quant"), [("int4", INT4, int4), ("int8", INT8, int8), ("fp8", FP8, fp8)])
+def test_every_word_gives_the_quants_of_its_fields(
+    kind: str, text: str, quant: Callable[[Register, int], np.ndarray[Any, Any]]
+) -> None:
     words = np.arange(1 << 16, dtype=np.uint32)
     other = (words * 40503 + 12345) & 0xFFFF
-    found = run(NIBBLES.value, words | other << np.uint32(16))
-    for index, pair in enumerate(found):
+    for index, pair in enumerate(run(text, words | other << np.uint32(16))):
         for word, half in ((words, pair), (other, pair >> 16)):
-            magnitude = ((word >> 4 * (index ^ 1)) & 7).astype(np.float64) + 0.5
-            sign = np.where((word >> 15 - 4 * index) & 1, -1.0, 1.0)
-            assert np.array_equal(bf16(half).astype(np.float64), sign * magnitude * NIBBLE)
+            assert np.array_equal(bf16(half).astype(np.float64), quant(word, index) * UNITS[kind])
 
 
 def test_values_are_exact_in_bf16() -> None:

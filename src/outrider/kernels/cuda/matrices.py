@@ -6,17 +6,21 @@ into tiles of consecutive columns without moving data between lanes, and words l
 tensor cores' load instruction supports. Rows are padded to whole tiles of PADDED columns.
 
 weight = scale * quant + minimum. Quants are signed: minima of unsigned ones lie far from 0 and would lose bits in bf16.
-Fields are bytes (int8) or nibbles at bits 4 * i, which for iq4_nl and mxfp4 are indices into a table. Other fields have
-their sign and their other bits where shifts and exchanges of bytes move them to those of a bf16:
+Few instructions turn a field into the bf16 number UNITS * quant:
+- int8: a byte is quant + 128. In a bf16 that is otherwise 0 it counts 2^-133, also where it reaches the exponent. A
+  multiply-add makes UNITS * quant of it.
 - int4: quants are -7.5, -6.5 .. 7.5, a sign and a magnitude of three bits and a half. Field i has its magnitude at bits
-  4 * (i ^ 1) and its sign at bit 15 - 4 * i. With no exponent and the bit of the half set, that is the bf16 number
-  NIBBLE * quant. Scales are divided by NIBBLE; scales and minima by SUM_FACTOR, or scales would overflow.
-- fp8: bit 15 is the sign of field 0, and bits 4 to 10 are its exponent and mantissa: the bf16 number E4M3 * quant.
-  Field 1 has its mantissa at bits 0 to 2, its sign at bit 3, and its exponent at bits 11 to 14.
+  4 * (i ^ 1) and its sign at bit 15 - 4 * i, from where shifts and exchanges of bytes move them to the sign and the
+  mantissa of a bf16. The bit of the half is set there, and the exponent is 0.
+- fp8: bit 15 is the sign of field 0, and bits 4 to 10 are its exponent and mantissa, as in a bf16. Field 1 has its
+  mantissa at bits 0 to 2, its sign at bit 3, and its exponent at bits 11 to 14.
+- iq4_nl, mxfp4: nibbles at bits 4 * i are indices into a table of quants.
 
 A chunk has `groups` scales for equal shares of its columns. Those of one chunk and of neighbouring rows lie together,
-so that a tile reads whole lines of memory. If all groups of each row have one scale, it is applied to the sums instead,
-in fp32: `channel`. Ranges of rows are matrices.
+so that a tile reads whole lines of memory. They are divided by UNITS. Because large ones would overflow, those of int4
+and fp8, and their minima, are divided by SUM_FACTOR too, by which sums are multiplied. If all groups of each row have
+one scale, it is applied to the sums instead, in fp32: `channel`. Then states are enlarged where fp8 numbers are tiny.
+Ranges of rows are matrices.
 """
 
 from __future__ import annotations
@@ -43,9 +47,10 @@ PER_WORD = {"int4": 4, "int8": 2, "fp8": 2}  # weights of a word
 EXPANDED = 0 if INTERPRETED else 1024
 MANY_OUTPUTS = 32768  # as an LM head has them
 MOST_TILES = 512  # output tiles of a matrix under split-k: the number of its counters
-E4M3 = 2.0**-120  # the ratio of the exponents of bf16 and of e4m3 with the same bits
-NIBBLE = 2.0**-129  # a bf16 without an exponent is its mantissa times 2^-133; magnitudes are at its bit 4
-SUM_FACTOR = 2.0**24  # of sums of int4 weights, and of E4M3 * quant times enlarged states
+# Unpacked number of a quant, by the kind of matrices without a table. int4: without an exponent, bit 4 of a bf16 is
+# 2^-129. fp8: the ratio of the exponents of bf16 and e4m3 with the same bits.
+UNITS = {"int8": 2.0**-6, "int4": 2.0**-129, "fp8": 2.0**-120}
+SUM_FACTOR = 2.0**24  # scales of up to 2^22 do not overflow
 ALIGNMENT = 16  # bytes: vectorised loads need it
 WIDEST = (torch.float32, torch.float16, torch.bfloat16)  # mixed float matrices take the first dtype that occurs
 
@@ -129,26 +134,28 @@ def _quantized(
     padded = -(-columns // PADDED) * PADDED
     signed = kind == "int4" and not table
     paired = signed or any(weight.kind in WITH_MINIMA for weight in weights)
-    quants = torch.zeros(count, padded, dtype=torch.uint8, device=DEVICE)
+    quants = torch.zeros(count, padded, dtype=torch.uint8, device=DEVICE)  # of padding: times a scale of 0, or no state
     scales = torch.zeros(count, padded // group, device=DEVICE)
     minima = torch.zeros_like(scales)
     begin = 0
     for part in (_halved(part) if signed else _centered(part) for weight in weights for part in _split(weight)):
         at = slice(begin, begin + part.quants.numel() // columns)
         begin = at.stop
-        stored = _indices(part.quants, table) if table else part.quants
-        quants[at, :columns] = stored.reshape(-1, columns).view(torch.uint8)
+        stored = (_indices(part.quants, table) if table else part.quants).reshape(-1, columns).view(torch.uint8)
+        quants[at, :columns] = stored ^ 128 if kind == "int8" else stored
         scales[at, : columns // group] = _spread(part.scales, at.stop - at.start, columns // group)
         if part.minima is not None:
             minima[at, : columns // group] = _spread(part.minima, at.stop - at.start, columns // group)
     found = Matrix(
         kind, (count, columns), quants, torch.bfloat16, paired=paired, table=table, batch_invariant=batch_invariant
     )
+    unit = 1.0 if table else UNITS[kind]
     if not paired and _equal(scales[:, : columns // group]):
         span = PADDED // PER_WORD[kind]
-        return replace(found, data=_words(quants, kind, span, signed), span=span, channel=scales[:, 0].contiguous())
-    if signed:
-        scales, minima = scales * (1 / NIBBLE / SUM_FACTOR), minima / SUM_FACTOR
+        channel = scales[:, 0] * (1.0 if kind == "fp8" else 1 / unit)
+        return replace(found, data=_words(quants, kind, span, signed), span=span, channel=channel)
+    factor = SUM_FACTOR if kind == "fp8" or signed else 1.0
+    scales, minima = scales * (1 / unit / factor), minima / factor  # a division by `unit` would overflow on a GPU
     wide = all(_equal(values.view(count * padded // PADDED, -1)) for values in (scales, minima))
     span = PADDED // PER_WORD[kind] if wide or kind == "int4" else group
     groups = 1 if wide else PER_WORD[kind]

@@ -24,7 +24,7 @@ from .matmul import _add_matmul as add_matmul
 from .matmul import _read_tiles as read_tiles
 from .matrices import PADDED, Matrix, pack
 from .pointwise import apply_gate
-from .quantized_matmul import Words, format_of, read_tile, true_size
+from .quantized_matmul import Words, enlarged, format_of, read_tile, true_size
 
 ROUTED = 16  # experts per program of the router
 ROUTER_COLUMNS = 256  # columns per iteration of its loop
@@ -404,10 +404,11 @@ def grouped_tile(
             column = first + tl.arange(0, column_block)
             known = (row < count)[None, :] & ((column < columns) | even)[:, None]
             states = tl.load(x + (pair // share)[None, :] * columns + column[:, None], mask=known, other=0)
+            states = enlarged(states, words.channel, format)
             total = add_matmul(tile, states, total, 1)
             if activation is not None:
                 other_total = add_matmul(other, states, other_total, 1)
-        total, other_total = true_size(total, format, False), true_size(other_total, format, False)
+        total, other_total = true_size(total, format), true_size(other_total, format)
         if words.channel is not None:
             total *= tl.load(words.channel + line)[:, None]
             if activation is not None:

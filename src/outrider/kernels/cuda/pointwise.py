@@ -9,12 +9,11 @@ from torch import Tensor
 
 from ..structures import Activation
 from .device import LAUNCH, rounded, wait
-from .matrices import E4M3, NIBBLE, SUM_FACTOR, Matrix
+from .matrices import SUM_FACTOR, UNITS, Matrix
 from .tables import looked_up
 
 BLOCK = 1024  # elements per program of pointwise kernels
-E4M3_FACTOR: tl.constexpr = tl.constexpr(1 / E4M3)
-QUANT: tl.constexpr = tl.constexpr(NIBBLE * SUM_FACTOR)
+INT8, INT4, FP8 = tl.constexpr(UNITS["int8"]), tl.constexpr(UNITS["int4"]), tl.constexpr(UNITS["fp8"])
 SUM: tl.constexpr = tl.constexpr(SUM_FACTOR)
 
 
@@ -154,11 +153,11 @@ def _embed_row(
         elif kind == "int4":
             index = column // span % per
             magnitude = (word >> 4 * (index ^ 1) & 7).to(tl.float32) + 0.5
-            value = tl.where((word >> 15 - 4 * index & 1) != 0, -magnitude, magnitude) * QUANT
+            value = tl.where((word >> 15 - 4 * index & 1) != 0, -magnitude, magnitude) * (INT4 * SUM)
         elif kind == "int8":
-            value = ((bits & 255) - ((bits & 128) << 1)).to(tl.float32)
+            value = ((bits & 255) - 128).to(tl.float32) * INT8
         else:
-            value = e4m3_value(word, column // span % per)
+            value = e4m3_number(word, column // span % per) * (1 / FP8 if channel is not None else SUM)
         if scales is not None:
             chunk: tl.constexpr = per * span
             at = (column // chunk).to(tl.int64) * scale_stride + line * groups + column % chunk // (chunk // groups)
@@ -176,11 +175,11 @@ def _embed_row(
 
 
 @triton.jit
-def e4m3_value(word, index):
-    """Return the value of a field of fp8 words, as fp32: see matrices.py."""
+def e4m3_number(word, index):
+    """Return the number of a field of fp8 words as fp32, see matrices.py."""
     first = (word & 0x8000) << 16 | (word & 0x7F0) << 16
     second = (word & 8) << 28 | (word & 0x7800) << 12 | (word & 7) << 20
-    return tl.where(index == 0, first, second).to(tl.float32, bitcast=True) * E4M3_FACTOR
+    return tl.where(index == 0, first, second).to(tl.float32, bitcast=True)
 
 
 @triton.jit

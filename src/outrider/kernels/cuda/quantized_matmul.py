@@ -21,13 +21,13 @@ from torch import Tensor
 from ..structures import Activation
 from .device import EMULATED, INTERPRETED, LAUNCH, loop_bound, multiply, rounded, wait
 from .epilogue import ROWS, Biases, SplitK, Tiling, finish, fitting_stages, read_addends
-from .matrices import E4M3, MANY_OUTPUTS, MOST_TILES, PADDED, PER_WORD, SUM_FACTOR, Matrix
-from .pointwise import e4m3_value
+from .matrices import MANY_OUTPUTS, MOST_TILES, PADDED, PER_WORD, SUM_FACTOR, UNITS, Matrix
+from .pointwise import e4m3_number
 from .tables import looked_up_nibbles
 
 SUM: tl.constexpr = tl.constexpr(SUM_FACTOR)
-E4M3_UNIT: tl.constexpr = tl.constexpr(E4M3)
-STATES: tl.constexpr = tl.constexpr(1 / E4M3 / SUM_FACTOR)
+STATES: tl.constexpr = tl.constexpr(1 / UNITS["fp8"] / SUM_FACTOR)
+INT8_UNIT: tl.constexpr = tl.constexpr(UNITS["int8"])
 FEW_NUMBERS: tl.constexpr = tl.constexpr(2048)  # of a tile, up to which registers hold four of them: 8 or 16 rows
 
 
@@ -73,42 +73,36 @@ USUAL = {
 # Of int4 matrices that are not wider than long: a layer of 14B takes 85 us instead of 100 with USUAL, those of 1B 27.2
 # and 28.4, of 1.5B 26.6 and 26.5, of 4B 39.4 and 40.4.
 DOWN = Tiling(128, 128, 8, 4, rows=8)
-# Turn the fields of two words, the last operand, into pairs of bf16, an operand for each field (layout: matrices.py):
-# those of fp8 into E4M3 * quant or quant, those of int4 into NIBBLE * quant.
-TINY_E4M3 = """{
-    .reg .b32 u, t;
+# Turn the fields of two words, the last operand, into pairs of bf16, an operand for each field: see matrices.py.
+INT8 = """{
+    .reg .b32 m, c, t;
+    mov.b32 m, 0x7F007F00;
+    mov.b32 c, 0xC000C000;
+    and.b32 t, $2, 0x00FF00FF;
+    fma.rn.bf16x2 $0, t, m, c;
+    prmt.b32 t, $2, 0, 0x4341;
+    fma.rn.bf16x2 $1, t, m, c;
+    }"""
+FP8 = """{
+    .reg .b32 t;
     and.b32 $0, $2, 0x87F087F0;
-    prmt.b32 u, $2, 0, 0x2301;
-    lop3.b32 t, $2, 0x00070007, u, 0xE2;
+    prmt.b32 t, $2, 0, 0x2301;
+    lop3.b32 t, $2, 0x00070007, t, 0xE2;
     shl.b32 t, t, 4;
     and.b32 $1, t, 0x87F087F0;
     }"""
-WHOLE_E4M3 = """{
-    .reg .b32 m, z, u, t;
-    mov.b32 m, 0x7B807B80;
-    mov.b32 z, 0x80008000;
-    and.b32 t, $2, 0x87F087F0;
-    fma.rn.bf16x2 $0, t, m, z;
-    prmt.b32 u, $2, 0, 0x2301;
-    lop3.b32 t, $2, 0x00070007, u, 0xE2;
-    shl.b32 t, t, 4;
-    and.b32 t, t, 0x87F087F0;
-    fma.rn.bf16x2 $1, t, m, z;
-    }"""
-TINY, WHOLE = tl.constexpr(TINY_E4M3), tl.constexpr(WHOLE_E4M3)
-NIBBLES: tl.constexpr = tl.constexpr(
-    """{
-    .reg .b32 t, u, h;
+INT4 = """{
+    .reg .b32 t, h;
     mov.b32 h, 0x00080008;
     lop3.b32 $0, $4, 0x80708070, h, 0xEA;
     shl.b32 t, $4, 4;
     lop3.b32 $1, t, 0x80708070, h, 0xEA;
-    prmt.b32 u, $4, 0, 0x2301;
-    lop3.b32 $2, u, 0x80708070, h, 0xEA;
-    shl.b32 t, u, 4;
+    prmt.b32 t, $4, 0, 0x2301;
+    lop3.b32 $2, t, 0x80708070, h, 0xEA;
+    shl.b32 t, t, 4;
     lop3.b32 $3, t, 0x80708070, h, 0xEA;
     }"""
-)
+INT8_CODE, FP8_CODE, INT4_CODE = tl.constexpr(INT8), tl.constexpr(FP8), tl.constexpr(INT4)
 DEQUANTIZED = 32  # rows of the matrix that a program dequantizes
 # Programs that split-k makes at most, by their warps: as many as run at once on the 132 multiprocessors of an H200.
 # With 132 instead of 264, a layer of 14B in int4 takes 100 instead of 85 us.
@@ -302,7 +296,7 @@ def dequantize_tile(
     row = tl.program_id(0) * row_block + tl.arange(0, row_block)
     line = tl.minimum(begin + row, end - 1).to(tl.int64)
     weights = read_tile(words, line, tl.program_id(1), stride, scale_stride, chunks, format).to(tl.float32)
-    weights = true_size(weights, format, False)
+    weights = true_size(enlarged(weights, words.channel, format), format)
     if words.channel is not None:
         weights *= tl.load(words.channel + line)[:, None]
     column = tl.program_id(1) * weights.shape[1] + tl.arange(0, weights.shape[1])
@@ -350,7 +344,6 @@ def quantized_matmul_tile(
             other_factor = tl.load(words.channel + other_line)[:, None]
     wait()
     addends = read_addends(biases, out, row, output, rows, outputs, activation, add)
-    tiny: tl.constexpr = format.kind == "fp8" and words.channel is not None
     total = tl.zeros([output_block, row_block], tl.float32)
     other_total = tl.zeros([output_block, row_block], tl.float32)
     for index in range(loop_bound(steps)):
@@ -360,14 +353,13 @@ def quantized_matmul_tile(
         if not format.even:
             known = known & (column < columns)[:, None]
         right = tl.load(x + row.to(tl.int64)[None, :] * columns + column[:, None], mask=known, other=0)
-        if tiny:
-            right = _enlarged(right)
-        left = read_tile(words, line, step, stride, scale_stride, shape.chunks, format, tiny)
+        right = enlarged(right, words.channel, format)
+        left = read_tile(words, line, step, stride, scale_stride, shape.chunks, format)
         total = multiply(left, right, total)
         if activation is not None:
-            left = read_tile(words, other_line, step, stride, scale_stride, shape.chunks, format, tiny)
+            left = read_tile(words, other_line, step, stride, scale_stride, shape.chunks, format)
             other_total = multiply(left, right, other_total)
-    total, other_total = true_size(total, format, tiny), true_size(other_total, format, tiny)
+    total, other_total = true_size(total, format), true_size(other_total, format)
     if words.channel is not None:
         total *= factor
         if activation is not None:
@@ -441,12 +433,10 @@ def _load_part(pieces, part, parts, length: tl.constexpr):
 
 
 @triton.jit
-def read_tile(
-    words, line, step, stride, scale_stride, chunks: tl.constexpr, format: tl.constexpr, tiny: tl.constexpr = False
-):
+def read_tile(words, line, step, stride, scale_stride, chunks: tl.constexpr, format: tl.constexpr):
     """Load `chunks` chunks of rows `line` [output_block] int64, and return their weights: [outputs, columns] bf16.
 
-    `true_size` is to be applied to the weights or to their sums. tiny: return E4M3 * quant for fp8.
+    `true_size` is to be applied to the weights or to their sums, `enlarged` to the states.
     """
     per: tl.constexpr = 4 if format.kind == "int4" else 2
     span: tl.constexpr = format.span
@@ -479,7 +469,7 @@ def read_tile(
             quarter_3 = _scaled(quarter_3, scale_3, format)
         weights = _concatenated(_concatenated(quarter_0, quarter_1), _concatenated(quarter_2, quarter_3))
     else:
-        low, high = _bytes(tile, format, tiny)
+        low, high = _bytes(tile, format)
         if groups == 1:
             common = tl.reshape(scales, [outputs, chunks])
             low, high = _scaled(low, common, format), _scaled(high, common, format)
@@ -491,19 +481,21 @@ def read_tile(
 
 
 @triton.jit
-def true_size(values, format: tl.constexpr, tiny: tl.constexpr):
+def true_size(values, format: tl.constexpr):
     """Multiply fp32 weights of `read_tile`, or sums of them, by the factor that their scales or their states lack."""
-    if tiny or (format.kind == "int4" and format.table == ""):
+    if format.kind == "fp8" or (format.kind == "int4" and format.table == ""):
         values = values * SUM
     return values
 
 
 @triton.jit
-def _enlarged(states):
-    """Multiply bf16 states by STATES, so that their products with E4M3 * quant keep their bits."""
-    if EMULATED:
-        states = states.to(tl.float32)
-    return (states * STATES).to(states.dtype)
+def enlarged(states, channel, format: tl.constexpr):
+    """Multiply states, or weights, by STATES if weights are tiny numbers, so that products keep their bits."""
+    if format.kind == "fp8" and channel is not None:
+        if EMULATED:
+            states = states.to(tl.float32)
+        states = (states * STATES).to(states.dtype)
+    return states
 
 
 @triton.jit
@@ -515,14 +507,14 @@ def _concatenated(left, right):
 
 @triton.jit
 def _nibbles(tile, format: tl.constexpr):
-    """Convert the four fields of words to bf16, exactly: NIBBLE * quant, or the values of a table."""
+    """Convert the four fields of words to bf16, exactly: UNITS * quant, or the values of a table."""
     table: tl.constexpr = format.table
     if table != "":
         return looked_up_nibbles(tile, table)
     if EMULATED:
         return _nibble(tile, 0), _nibble(tile, 1), _nibble(tile, 2), _nibble(tile, 3)
     return tl.inline_asm_elementwise(
-        NIBBLES,
+        INT4_CODE,
         "=r,=r,=r,=r,r",
         [tile],
         dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
@@ -532,34 +524,11 @@ def _nibbles(tile, format: tl.constexpr):
 
 
 @triton.jit
-def _bytes(tile, format: tl.constexpr, tiny: tl.constexpr):
-    """Convert the two fields of words to bf16, exactly; tiny: those of fp8 to E4M3 * quant."""
+def _bytes(tile, format: tl.constexpr):
+    """Convert the two fields of words to bf16, exactly: UNITS * quant."""
     if EMULATED:
-        low, high = _byte(tile, 0, format), _byte(tile, 1, format)
-        if tiny:
-            low, high = low * E4M3_UNIT, high * E4M3_UNIT
-        return low, high
-    if format.kind == "int8":
-        # 128 + the low seven bits, minus 128, or minus 256 if the sign bit is set.
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, t, m;
-            mov.b32 m, 0xBF80BF80;
-            lop3.b32 a, $2, 0x007F007F, 0x43004300, 0xEA;
-            lop3.b32 b, $2, 0x00800080, 0x43004300, 0xEA;
-            fma.rn.bf16x2 $0, b, m, a;
-            shr.b32 t, $2, 8;
-            lop3.b32 a, t, 0x007F007F, 0x43004300, 0xEA;
-            lop3.b32 b, t, 0x00800080, 0x43004300, 0xEA;
-            fma.rn.bf16x2 $1, b, m, a;
-            }""",
-            "=r,=r,r",
-            [tile],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
-    code: tl.constexpr = TINY if tiny else WHOLE
+        return _byte(tile, 0, format), _byte(tile, 1, format)
+    code: tl.constexpr = INT8_CODE if format.kind == "int8" else FP8_CODE
     return tl.inline_asm_elementwise(code, "=r,=r,r", [tile], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2)
 
 
@@ -622,7 +591,6 @@ def _nibble(tile, index: tl.constexpr):
 def _byte(tile, index: tl.constexpr, format: tl.constexpr):
     """Convert a field of words for the interpreter, which has no assembler."""
     bits = tile.to(tl.int32)
-    if format.kind != "int8":
-        return e4m3_value(bits, index)
-    byte = bits >> 8 * index & 255
-    return (byte - ((byte & 128) << 1)).to(tl.float32)
+    if format.kind == "fp8":
+        return e4m3_number(bits, index)
+    return ((bits >> 8 * index & 255) - 128).to(tl.float32) * INT8_UNIT
