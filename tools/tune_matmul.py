@@ -1,276 +1,253 @@
-"""Time the tilings of the fused matmuls on this GPU, and print the tables TUNED of matmul.py and quantized_matmul.py.
+"""Choose the tilings of the fused matmuls on this GPU: those that are fastest in chains of layers.
 
-Run it without arguments. Each time is that of one matmul in a CUDA graph of many, over copies of the matrix that
-together exceed the cache. Afterwards whole stacks of layers are timed with the chosen tilings, with and without PDL.
+A matrix after the other takes the candidate with which the whole chain is fastest. Alone, other tilings win: under PDL
+the programs of a matmul start while those of the kernel before hold memory and registers of some multiprocessors. Each
+time is the median of several replays of a CUDA graph of about 32 layers, whose matrices exceed the cache. The results
+are printed as entries of TUNED (matmul.py) or MEASURED (quantized_matmul.py).
+
+Usage: tune_matmul.py [--models 8B,...] [--kinds float,int4,int8,fp8] [--rows 8,16,64]. All candidates of 8B in int4
+with 8 rows take about a minute on an H200, most of it for compilation, which uses all cores.
 """
 
 from __future__ import annotations
 
+import argparse
+import multiprocessing
+import os
+import statistics
 import sys
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from outrider.kernels.cuda import quantized_matmul
-from outrider.kernels.cuda.device import DEVICE, LAUNCH
-from outrider.kernels.cuda.epilogue import Biases, Tiling
-from outrider.kernels.cuda.matmul import TUNED, choose, launch
-from outrider.kernels.cuda.matrices import MOST_TILES, PADDED, PER_WORD, SUM_FACTOR, UNITS, Matrix
+from outrider.kernels.cuda import matmul, quantized_matmul
+from outrider.kernels.cuda.device import DEVICE
+from outrider.kernels.cuda.epilogue import ROWS, Biases, Tiling
+from outrider.kernels.cuda.matrices import Kind, Matrix, pack
+from outrider.kernels.quantization import quantize_fp8, quantize_int4, quantize_int8
+from outrider.kernels.structures import Activation, Weight
 
-TOKENS = (1, 5)
-MANY_BYTES = 250_000_000  # bytes of all copies of a matrix: several times the L2 cache
-SECONDS = 140  # time limit of the search
-FEWEST = 60  # programs: fewer leave most of the GPU idle
-REPLAYS = 3  # graph replays per measurement
+LAYERS = 32  # of a chain, about
+DISTINCT_BYTES = 400_000_000  # of the matrices of a chain: several times the L2 cache
+REPLAYS = 7
+LEAST_GAIN = 0.1  # us a layer, below which the former tiling stays: about the spread of equal runs
 EPS = 1e-5
+BYTES = {"float": 2.0, "int8": 1.1, "int4": 0.63, "fp8": 1.0}  # of a weight, with scales
+QUANTIZE = {"int8": quantize_int8, "int4": quantize_int4, "fp8": quantize_fp8}
+
+
+class Shape(NamedTuple):
+    outputs: int  # rows of the matrix
+    columns: int
+    gated: bool
 
 
 @dataclass(frozen=True)
-class Shape:
-    name: str
-    outputs: int
-    columns: int
-    use: Literal["norm", "add", "gated"]  # what is fused: the norm before, the residual after, norm and gate
-    kind: Literal["float", "int8", "int4", "fp8"] = "float"
+class Model:
+    """Matrices of a layer: their rows and columns."""
 
-    @property
-    def gated(self) -> bool:
-        return self.use == "gated"
+    width: int
+    qkv: int
+    heads: int  # columns of the attention output
+    inner: int
+    vocabulary: int
 
-    @property
-    def rows(self) -> int:
-        return 2 * self.outputs if self.gated else self.outputs
+    def shapes(self) -> dict[str, Shape]:
+        """Return those of a layer, the one that depends most on its tiling first."""
+        return {
+            "down": Shape(self.width, self.inner, False),
+            "gate": Shape(2 * self.inner, self.width, True),
+            "out": Shape(self.width, self.heads, False),
+            "qkv": Shape(self.qkv, self.width, False),
+        }
 
-    @property
-    def bytes(self) -> int:
-        numbers = self.rows * self.columns
-        if self.kind == "float":
-            return 2 * numbers
-        return numbers if self.kind == "fp8" else numbers + numbers // 16 if self.kind == "int8" else 5 * numbers // 8
+    def head(self) -> dict[str, Shape]:
+        return {"head": Shape(self.vocabulary, self.width, False)}
 
 
-LARGE = (
-    Shape("8B qkv", 6144, 4096, "norm"),
-    Shape("8B output", 4096, 4096, "add"),
-    Shape("8B gate, up", 14336, 4096, "gated"),
-    Shape("8B down", 4096, 14336, "add"),
-)
-LARGE_HEAD = Shape("8B head", 128256, 4096, "norm")
-SMALL = (
-    Shape("135M qkv", 960, 576, "norm"),
-    Shape("135M output", 576, 576, "add"),
-    Shape("135M gate, up", 1536, 576, "gated"),
-    Shape("135M down", 576, 1536, "add"),
-)
-SMALL_HEAD = Shape("135M head", 49152, 576, "norm")
-QUANTIZED_KINDS: tuple[Literal["fp8", "int4", "int8"], ...] = ("fp8", "int4", "int8")
-QUANTISED = tuple(replace(shape, kind=kind) for kind in QUANTIZED_KINDS for shape in (*LARGE, LARGE_HEAD))
-FOR_LARGE = [
-    Tiling(16, 256, 4, 4),
-    Tiling(16, 512, 4, 3),
-    Tiling(32, 128, 4, 5),
-    Tiling(32, 128, 4, 7),
-    Tiling(32, 256, 4, 4),
-    Tiling(32, 256, 4, 6),
-    Tiling(32, 256, 8, 4),
-    Tiling(32, 512, 8, 3),
-    Tiling(64, 64, 4, 6),
-    Tiling(64, 128, 4, 4),
-    Tiling(64, 128, 4, 6),
-    Tiling(128, 64, 4, 5),
-    Tiling(128, 128, 8, 3),
-]
-FOR_SMALL = [
-    Tiling(16, 64, 2, 8),
-    Tiling(16, 64, 4, 8),
-    Tiling(16, 128, 4, 5),
-    Tiling(16, 256, 4, 4),
-    Tiling(16, 512, 4, 3),
-    Tiling(32, 64, 4, 8),
-    Tiling(32, 128, 4, 5),
-]
-FOR_QUANTISED = [
-    Tiling(outputs, columns, warps, stages, parts=parts)
-    for outputs, warps in ((64, 4), (128, 4), (64, 2), (32, 1))
-    for columns in (128, 256)
-    for stages in (3, 4, 6)
-    for parts in (1, 2, 4, 8)
-]
+MODELS = {
+    "135M": Model(576, 960, 576, 1536, 49152),
+    "1B": Model(2048, 3072, 2048, 8192, 128256),
+    "1.5B": Model(1536, 2048, 1536, 8960, 151936),
+    "4B": Model(2560, 6144, 4096, 9728, 151936),
+    "8B": Model(4096, 6144, 4096, 14336, 128256),
+    "14B": Model(5120, 7168, 5120, 17408, 151936),
+}
+
+
+class Job(NamedTuple):
+    kind: Kind
+    shape: Shape
+    tile: Tiling
+
+
+def candidates(kind: Kind, shape: Shape, rows: int) -> Iterator[Tiling]:
+    """Yield tilings that fill the GPU, and do not split a matrix into more programs than help."""
+    outputs = shape.outputs // 2 if shape.gated else shape.outputs
+    sizes = [(16, 4), (32, 4), (64, 4), (128, 8)] if kind == "float" else [(64, 2), (64, 4), (128, 4), (128, 8)]
+    for (tile_outputs, warps), columns, stages, parts in product(sizes, (128, 256, 512), (3, 4, 6), (1, 2, 4, 8)):
+        programs = -(-outputs // tile_outputs) * parts
+        steps = shape.columns / columns / parts  # of a program's loop
+        divided = shape.columns % (columns * (parts if kind == "float" else 1)) == 0
+        if not divided or steps < quantized_matmul.FEWEST_STEPS or (shape.gated and parts > 2):
+            continue
+        if programs >= 96 and (parts == 1 or programs <= 640) and tile_outputs * columns <= 1 << 15:
+            yield Tiling(tile_outputs, columns, warps, stages, rows, parts)
+
+
+def tiling_of(kind: Kind, shape: Shape, rows: int) -> Tiling:
+    if kind == "float":
+        return matmul.choose(2, *shape)
+    return quantized_matmul.choose(kind, *shape, rows, 1)
+
+
+def use(kind: Kind, shape: Shape, tile: Tiling) -> None:
+    if kind == "float":
+        matmul.TUNED[(2, *shape)] = tile
+        matmul.choose.cache_clear()
+    else:
+        quantized_matmul.TUNED[(kind, *shape, tile.rows)] = tile
+        quantized_matmul.choose.cache_clear()
+
+
+def random_matrix(kind: Kind, shape: Shape) -> Matrix:
+    size = (shape.outputs, shape.columns)
+    weight = Weight("bf16", size, torch.randn(size, dtype=torch.bfloat16, device=DEVICE) / shape.columns**0.5)
+    return pack([weight if kind == "float" else QUANTIZE[kind](weight)], expand=False)
+
+
+@dataclass(frozen=True)
+class Chain:
+    layers: list[dict[str, Matrix]]
+    norm: Tensor  # [E] f32
+    x: Tensor  # [T, E] f32
+    mixed: Tensor  # [T, H * D], as it is multiplied
+
+    def run(self, layers: list[dict[str, Matrix]]) -> None:
+        """Run the matmuls and norms of layers, without attention, or those of LM heads."""
+        for layer in layers:
+            if "head" in layer:
+                matmul.norm_linear(self.x, self.norm, EPS, layer["head"])
+                continue
+            matmul.matmul(self.x, layer["qkv"], norm=self.norm, eps=EPS)
+            matmul.matmul(self.mixed, layer["out"], add=self.x)
+            inner = matmul.gated_matmul(
+                self.x, layer["gate"], norm=self.norm, eps=EPS, gate_bias=None, up_bias=None, activation="silu"
+            )
+            matmul.matmul(inner, layer["down"], add=self.x)
+
+    def microseconds(self) -> float:
+        """Return the time of a layer."""
+        self.run(self.layers[:1])
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.run(self.layers)
+        graph.replay()
+        times = []
+        for _ in range(REPLAYS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(1000 * float(begin.elapsed_time(end)) / len(self.layers))
+        return statistics.median(times)
+
+
+def random_layers(shapes: dict[str, Shape], kind: Kind) -> list[dict[str, Matrix]]:
+    layer_bytes = BYTES[kind] * sum(shape.outputs * shape.columns for shape in shapes.values())
+    distinct = min(max(2, int(DISTINCT_BYTES / layer_bytes)), LAYERS)
+    layers = [{name: random_matrix(kind, shape) for name, shape in shapes.items()} for _ in range(distinct)]
+    return layers * (LAYERS // distinct)
+
+
+def chain_of(model: Model, layers: list[dict[str, Matrix]], tokens: int) -> Chain:
+    x = torch.randn(tokens, model.width, device=DEVICE)  # [T, E]
+    mixed = torch.randn(tokens, model.heads, device=DEVICE).to(torch.bfloat16)  # [T, H * D]
+    return Chain(layers, torch.rand(model.width, device=DEVICE), x, mixed)
+
+
+def tune(chain: Chain, kind: Kind, shapes: dict[str, Shape], rows: int) -> None:
+    """Print the times of all candidates, and use the fastest of each matrix."""
+    say(f"{kind}, tiles of {rows} rows, {len(chain.x)} tokens: {chain.microseconds():.2f} us")
+    for matrix, shape in shapes.items():
+        chosen = tiling_of(kind, shape, rows)
+        use(kind, shape, chosen)
+        least = chain.microseconds()
+        found = [f"{described(chosen)} {least:.2f}"]
+        for tile in candidates(kind, shape, rows):
+            use(kind, shape, tile)
+            try:
+                time = chain.microseconds()
+            except Exception as problem:  # too much shared memory, or registers
+                found.append(f"{described(tile)} {type(problem).__name__}")
+                continue
+            found.append(f"{described(tile)} {time:.2f}")
+            if time < least - LEAST_GAIN:
+                least, chosen = time, tile
+        use(kind, shape, chosen)
+        say(f"  {matrix}: {described(chosen)} of {'; '.join(found)}")
+
+
+def described(tile: Tiling) -> str:
+    return f"({tile.outputs}, {tile.columns}, {tile.warps}, {tile.stages}, {tile.parts})"
+
+
+def compile_tiling(job: Job) -> None:
+    """Run a tiling once in a process of its own, so that its kernel is in Triton's cache on disk."""
+    kind, shape, tile = job
+    few = shape._replace(outputs=min(shape.outputs, 4 * tile.outputs))
+    matrix = random_matrix(kind, few)
+    x = torch.randn(1, shape.columns, device=DEVICE)  # [T, K]
+    norm = torch.ones(shape.columns, device=DEVICE)
+    none = Biases(None, None)
+    outputs = few.outputs // 2 if shape.gated else few.outputs
+    out = torch.zeros(1, outputs, dtype=matrix.compute if shape.gated else torch.float32, device=DEVICE)  # [T, N]
+    for add in (False,) if shape.gated else (False, True):
+        activation: Activation | None = "silu" if shape.gated else None
+        try:
+            if kind == "float":
+                states, weight = (x.to(matrix.compute), None) if add else (x, norm)
+                matmul.launch(states, matrix, weight, EPS, none, out, tile, activation, add)
+            else:
+                quantized_matmul.launch(x.to(matrix.compute), matrix, none, out, activation, add, tile)
+        except Exception:  # it is reported where it is measured
+            return
 
 
 def main() -> None:
-    started = time.perf_counter()
-    copy = copy_bandwidth()
-    say(f"{torch.cuda.get_device_name()}: copies {copy / 1e9:,.0f} GB/s\n")
-    for shapes, tilings in (
-        ((*LARGE, LARGE_HEAD), FOR_LARGE),
-        ((*SMALL, SMALL_HEAD), FOR_SMALL),
-        (QUANTISED, FOR_QUANTISED),
-    ):
-        for shape in shapes:
-            tune(shape, (tiling for tiling in tilings if time.perf_counter() - started < SECONDS), copy)
-    say("TUNED = {")
-    for key, tiling in (*TUNED.items(), *quantized_matmul.TUNED.items()):
-        say(f"    {key}: {tiling},".replace("'", '"'))
-    say("}\n")
-    time_layers("8B", LARGE, LARGE_HEAD, 32, 8, copy)
-    time_layers("135M", SMALL, SMALL_HEAD, 30, 30, copy)
-    say(f"{time.perf_counter() - started:.0f} s")
-
-
-def tune(shape: Shape, tilings: Iterable[Tiling], copy: float) -> None:
-    """Print the times of every tiling, and put the best into TUNED."""
-    matrices = [random_matrix(shape) for _ in range(min(max(MANY_BYTES // shape.bytes, 1), 200))]
-    best: tuple[float, Tiling | None] = (torch.inf, None)
-    others = [seconds(cublas(shape, matrices, tokens)) for tokens in TOKENS] if shape.kind == "float" else []
-    say(f"{shape.name}: {shape.rows} x {shape.columns}, {shape.bytes / 1e6:.1f} MB")
-    for tiling in tilings:
-        if tiling.outputs > 16 and shape.outputs * tiling.parts < FEWEST * tiling.outputs:
-            continue
-        if tiling.parts > 1 and shape.outputs >= 2 * MOST_TILES * tiling.outputs // tiling.parts:
-            continue
-        try:
-            times = [seconds(fused(shape, matrices, tokens, tiling)) for tokens in TOKENS]
-        except Exception as problem:  # too much shared memory, or registers, for this shape
-            say(f"  {tiling}: {type(problem).__name__}")
-            continue
-        best = min(best, (sum(times), tiling), key=lambda found: found[0])
-        say(f"  {tiling}: {report(times, shape, copy)}")
-    if others:
-        say(f"  cuBLAS, nothing fused: {report(others, shape, copy)}")
-    if best[1] is not None and shape.kind == "float":
-        TUNED[(matrices[0].data.element_size(), shape.rows, shape.columns, shape.gated)] = best[1]
-    elif best[1] is not None:
-        quantized_matmul.TUNED[(shape.kind, shape.rows, shape.columns, shape.gated, best[1].rows)] = best[1]
-    say(f"  best: {best[1]}\n")
-    choose.cache_clear()
-
-
-def report(times: list[float], shape: Shape, copy: float) -> str:
-    return ", ".join(
-        f"{tokens} rows {1e6 * found:.2f} us {shape.bytes / found / 1e9:,.0f} GB/s {shape.bytes / found / copy:.0%}"
-        for tokens, found in zip(TOKENS, times, strict=True)
-    )
-
-
-def random_matrix(shape: Shape) -> Matrix:
-    size = (shape.rows, shape.columns)
-    if shape.kind == "float":
-        data = torch.randn(size, dtype=torch.bfloat16, device=DEVICE) / shape.columns**0.5
-        return Matrix("float", size, data, torch.bfloat16)
-    per_word = PER_WORD[shape.kind]
-    words = torch.randint(0, 1 << 14, (shape.rows, shape.columns // per_word), dtype=torch.int16, device=DEVICE)
-    if shape.kind == "fp8":
-        span, channel = PADDED // per_word, torch.rand(shape.rows, device=DEVICE)
-        return Matrix(shape.kind, size, words, torch.bfloat16, span, channel=channel)
-    entries = shape.columns // (per_word * 32), shape.rows, per_word  # a scale for 32 columns
-    if shape.kind == "int8":
-        scales = torch.rand(entries, dtype=torch.bfloat16, device=DEVICE)
-    else:
-        pairs = torch.rand(*entries, 2, dtype=torch.bfloat16, device=DEVICE) / SUM_FACTOR
-        pairs[..., 0] *= 1 / UNITS["int4"]
-        scales = pairs.view(torch.int32).squeeze(-1)
-    paired = shape.kind == "int4"
-    return Matrix(shape.kind, size, words, torch.bfloat16, 32, groups=per_word, paired=paired, scales=scales)
-
-
-def fused(shape: Shape, matrices: list[Matrix], tokens: int, tiling: Tiling) -> list[Callable[[], Any]]:
-    """Return one call for each copy of the matrix."""
-    residual = shape.use == "add"
-    x = torch.randn(tokens, shape.columns, dtype=torch.bfloat16 if residual else torch.float32, device=DEVICE)  # [T, K]
-    norm = None if residual else torch.rand(shape.columns, device=DEVICE)
-    out = torch.zeros(
-        tokens, shape.outputs, dtype=torch.bfloat16 if shape.gated else torch.float32, device=DEVICE
-    )  # [T, N]
-    activation: Literal["silu"] | None = "silu" if shape.gated else None
-
-    none = Biases(None, None)
-
-    def call(matrix: Matrix) -> Callable[[], None]:
-        if shape.kind == "float":
-            return lambda: launch(x, matrix, norm, EPS, none, out, tiling, activation, residual)
-        states = x.to(torch.bfloat16)
-        return lambda: quantized_matmul.launch(states, matrix, none, out, activation, residual, tiling)
-
-    return [call(matrix) for matrix in matrices]
-
-
-def cublas(shape: Shape, matrices: list[Matrix], tokens: int) -> list[Callable[[], Any]]:
-    x = torch.randn(tokens, shape.columns, dtype=torch.bfloat16, device=DEVICE)  # [T, K]
-    out = torch.empty(tokens, shape.rows, dtype=torch.bfloat16, device=DEVICE)
-
-    def call(data: Tensor) -> Callable[[], Tensor]:
-        return lambda: torch.mm(x, data.T, out=out)
-
-    return [call(matrix.data) for matrix in matrices]
-
-
-def seconds(calls: list[Callable[[], Any]]) -> float:
-    """Return the seconds of one call, measured in a CUDA graph of all calls."""
-    calls = calls * max(8 // len(calls), 1)
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    return replayed(graph) / len(calls)
-
-
-def replayed(graph: torch.cuda.CUDAGraph) -> float:
-    """Return the least of several measurements, in seconds."""
-    graph.replay()
-    times = []
-    for _ in range(5):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        for _ in range(REPLAYS):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(float(begin.elapsed_time(end)) / 1000 / REPLAYS)
-    return min(times)
-
-
-def copy_bandwidth() -> float:
-    """Return the memory bandwidth: bytes read and written per second."""
-    source = torch.zeros(1 << 30, dtype=torch.uint8, device=DEVICE)
-    target = torch.empty_like(source)
-    target.copy_(source)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        target.copy_(source)
-    return 2 * source.numel() / replayed(graph)
-
-
-def time_layers(name: str, shapes: tuple[Shape, ...], head: Shape, layers: int, distinct: int, copy: float) -> None:
-    """Return all matmuls of a decode step: those of every layer, then the head."""
-    many = [[random_matrix(shape) for shape in shapes] for _ in range(distinct)]
-    last = random_matrix(head)
-    total = layers * sum(shape.bytes for shape in shapes) + head.bytes
-    for tokens in TOKENS:
-        calls: list[Callable[[], Any]] = []
-        for layer in range(layers):
-            for shape, matrix in zip(shapes, many[layer % distinct], strict=True):
-                calls += fused(shape, [matrix], tokens, chosen(shape))
-        calls += fused(head, [last], tokens, chosen(head))
-        times = {"overlapped": len(calls) * seconds(calls)}
-        kept = dict(LAUNCH)
-        LAUNCH.clear()
-        times["one after the other"] = len(calls) * seconds(calls)
-        LAUNCH.update(kept)
-        for how, found in times.items():
-            say(f"{name}, {tokens} rows, {how}: {1e6 * found:,.0f} us a step, {total / found / copy:.1%} of copies")
-
-
-def chosen(shape: Shape) -> Tiling:
-    return choose(2, shape.rows, shape.columns, shape.gated)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="8B", help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--kinds", default="int4,fp8,int8", help=f"of {', '.join(get_args(Kind))}")
+    parser.add_argument("--rows", default="8", help="rows of a tile, for quantized matrices")
+    asked = parser.parse_args()
+    kinds: list[Kind] = asked.kinds.split(",")
+    models = {name: MODELS[name] for name in asked.models.split(",")}
+    rows = {kind: [ROWS] if kind == "float" else [int(each) for each in asked.rows.split(",")] for kind in kinds}
+    jobs = [
+        Job(kind, shape, tile)
+        for model, kind in product(models.values(), kinds)
+        for shape, each in product((model.shapes() | model.head()).values(), rows[kind])
+        for tile in candidates(kind, shape, each)
+    ]
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(compile_tiling, jobs))
+    for (name, model), kind in product(models.items(), kinds):
+        for shapes in (model.shapes(), model.head()):
+            layers = random_layers(shapes, kind)
+            for each in rows[kind]:
+                say(f"{name}, {', '.join(shapes)}")
+                tune(chain_of(model, layers, 1 if each == 8 or kind == "float" else each), kind, shapes, each)
+            del layers
+    for table in (matmul.TUNED, quantized_matmul.TUNED):
+        for key, tile in table.items():
+            say(f"{key}: {tile}".replace("'", '"'))
 
 
 def say(line: str) -> None:
