@@ -39,6 +39,7 @@ PARAMS = [
     replace(BASE, max_tokens=4, temperature=2.5, ignore_eos=False),
 ]
 HEADS = ("eagle", "eagle3", "peagle", "mtp", "dflash", "dspark", "medusa", "draft_model")
+LOOKUPS = ("ngram", "suffix", "prediction")
 TREES = {"tree": "eagle3", "block tree": "dspark"}
 COMBINED = "combined drafters"
 DRAWN = {"verify": "rejection", "draft": "probabilistic"}
@@ -46,8 +47,8 @@ DRAWN = {"verify": "rejection", "draft": "probabilistic"}
 
 def speculate(name: str, folder: Path) -> str:
     """How an engine is told to use the method of this name, over a tiny drafter in `folder`."""
-    if name in ("none", "ngram"):
-        return name if name == "none" else "ngram:adaptive=no"
+    if name in ("none", *LOOKUPS):
+        return name if name == "none" else f"{name}:adaptive=no"
     options: dict[str, Any] = {"width": 2}
     if name == "modules":
         name, options = VARIANTS["a module for each token"](folder)
@@ -98,6 +99,8 @@ def stage(request: pytest.FixtureRequest, tiny_folder, tmp_path_factory: pytest.
 def asked(method: str, decode_steps: int) -> list[SamplingParams]:
     if decode_steps == 1:  # longer texts, so that a batch of four rows is captured with trees too
         return [replace(own, logprobs=3, max_tokens=own.max_tokens + 5) for own in PARAMS]
+    if method == "prediction":
+        return [replace(own, prediction=tuple(range(3, 40))) for own in PARAMS]
     if method == "rejection":  # at this temperature drafts are accepted at every depth, but not always
         return [replace(own, temperature=own.temperature or 2.0) for own in PARAMS]
     return PARAMS
@@ -242,11 +245,12 @@ def poisoned(llm: LLM) -> LLM:
 
 def check_multi_step_runs(stage: Stage, method: str, llm: LLM) -> None:
     assert answers(llm, asked(method, 2)) == stage.expected(method)
-    for kind in ("target",) if method == "none" else ("target", "extend", "decode"):
+    on_host = method in ("none", "suffix", "prediction")
+    for kind in ("target",) if on_host else ("target", "extend", "decode"):
         assert {key[1] for key in captured(llm, kind)} >= {8, 4}, kind  # five rows, and three
 
 
-@pytest.mark.parametrize("method", ["none", "ngram", *HEADS, "modules", "rejection"])
+@pytest.mark.parametrize("method", ["none", *LOOKUPS, *HEADS, "modules", "rejection"])
 def test_multi_step_runs_read_nothing_stale(stage: Stage, method: str) -> None:
     check_multi_step_runs(stage, method, poisoned(stage.llm(method, "FULL")))
 

@@ -20,6 +20,7 @@ from outrider import LLM, Output, SamplingParams
 from outrider.device.cpu import Cpu
 from outrider.speculation.adaptive.controller import AdaptiveController
 from outrider.speculation.adaptive.latency_model import LatencyCurve, LatencyModel
+from outrider.speculation.interface import DraftContext
 from outrider.speculation.methods.ngram import NgramDrafter
 from outrider.types import StructuredOutput
 
@@ -80,15 +81,11 @@ def test_plain_decoding_is_the_same_in_multi_step_runs(tiny_llm, decode_steps: i
 @pytest.mark.parametrize("draft", ["greedy", "probabilistic"])
 def test_every_method_drafts_the_same_in_multi_step_runs(tiny_llm, method: str, draft: str) -> None:
     name = method.partition(":")[0]
-    if name == "ngram":
-        if draft == "greedy":
-            same(tiny_llm(speculate=method), tiny_llm(speculate=method, decode_steps=4))
-        return
     if name in FINDING:
-        llm = tiny_llm(speculate=method, decode_steps=4)
-        runs = watch_runs(llm)
-        llm.generate(PROMPTS, MULTI_STEP)
-        assert not runs  # the host finds their drafts
+        if draft == "greedy":
+            predicted = [replace(params, prediction=PROMPT) for params in MULTI_STEP]
+            params = predicted if name == "prediction" else MULTI_STEP
+            same(tiny_llm(speculate=method), tiny_llm(speculate=method, decode_steps=4), params)
         return
     options = f"{method},draft={draft}"
     same(tiny_llm(speculate=options), tiny_llm(speculate=options, decode_steps=4))
@@ -174,6 +171,36 @@ def test_lookups_miss_runs_without_drafts(tiny_llm, monkeypatch: pytest.MonkeyPa
     assert [visible(output) for output in outputs] == [visible(output) for output in expected]
     assert {key[:3:2] for key in runs} == {("", 0), ("ngram", 3), ("ngram", 2)}
     assert sum(output.stats.speculation.accepted for output in outputs) > 0
+    llm.engine.scheduler.check()
+
+
+@pytest.mark.parametrize("method", ["suffix", "prediction"])
+def test_lookups_forget_the_tokens_of_a_run_that_failed(tiny_llm, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """They were not added to the texts, so that later drafts would not continue these."""
+    params = [replace(BASE, max_tokens=60, prediction=tuple(PROMPT) if method == "prediction" else None)] * 2
+    expected = tiny_llm(speculate=f"{method}:adaptive=no").generate(PROMPTS[:2], params)
+    llm = tiny_llm(speculate=f"{method}:adaptive=no", decode_steps=9)
+    tokens, read = DraftContext.tokens, []
+    monkeypatch.setattr(
+        DraftContext, "tokens", lambda self, start, stop: read.append(stop - start) or tokens(self, start, stop)
+    )
+    runner, calls = llm.engine.runner.multi_step, []
+    draft = runner._draft_on_host
+
+    def fail(*given: Any) -> None:
+        calls.append(given)
+        if len(calls) == 4:  # in the first run
+            raise RuntimeError("a kernel failed")
+        draft(*given)
+
+    monkeypatch.setattr(runner, "_draft_on_host", fail)
+    runs = watch_runs(llm)
+    outputs = llm.generate(PROMPTS[:2], params)
+    assert runs and len(calls) > 4
+    assert min(read) > 0  # no drafter knows more of a text than it has
+    assert [visible(output) for output in outputs] == [visible(output) for output in expected]
+    drafter = llm.engine.spec_manager.methods[method]
+    assert not drafter.states
     llm.engine.scheduler.check()
 
 

@@ -113,6 +113,7 @@ def test_speculation_changes_nothing(tiny_llm, tmp_path, expected, method: str) 
 RUN_METHODS = {
     "none": "none",
     "ngram": METHODS["ngram"],
+    "suffix": "suffix:adaptive=no",
     "chain": METHODS["chain"],
     "drawn chain": METHODS["drawn chain"],
     "rejection": "draft_model:adaptive=no,width=3,draft=probabilistic,verify=rejection",

@@ -40,7 +40,7 @@ KINDS = {
         "logit_bias": {5: 1.0},
     },
 }
-METHODS = ("none", "ngram", "eagle3", "dspark", "tree", "combined")
+METHODS = ("none", "ngram", "suffix", "eagle3", "dspark", "tree", "combined")
 
 
 class WarmDevice(FakeDevice):
@@ -60,7 +60,7 @@ def start(request: pytest.FixtureRequest, tiny_folder, tmp_path_factory) -> Iter
         elif method == "tree":
             head = tiny_heads.make("eagle3", tmp_path_factory.mktemp("head"))
             given = with_options("eagle3", **{"width": 5, "branches": 2, "adaptive": adaptive, **head})
-        elif method.partition(":")[0] not in ("none", "ngram"):
+        elif method.partition(":")[0] not in ("none", "ngram", "suffix"):
             head = tiny_heads.make(method, tmp_path_factory.mktemp("head"))
             given = with_options(method, **{"width": 2, "adaptive": adaptive, **head})
         chosen = {**settings(request.param), "max_requests": 8, "decode_steps": 16, "prefix_cache": False, **options}

@@ -17,7 +17,7 @@ from ..cache.pages import slots_of
 from ..request import Row
 from ..speculation.interface import DraftBatch, DraftContext
 from .planner import run_widths
-from .state import MultiStepDrafter
+from .state import HostSteps, MultiStepDrafter
 
 if TYPE_CHECKING:
     from .loop import Key, MultiStepRunner, RunBuffers
@@ -53,7 +53,7 @@ class CapturedDrafting:
         if not (runs.graphs.decoding and needs.multi_step) or runs.eager_drafter:
             return None
         new_tokens = sum(context.computed - context.start for context in contexts)
-        if not needs.costs_time and new_tokens <= HOST_TOKENS:  # a lookup
+        if needs.on_host or (not needs.costs_time and new_tokens <= HOST_TOKENS):  # a lookup
             return None
         size = runs.pages.page_size
         if any(len(context.request.pages) * size < context.computed + needs.lookahead for context in contexts):
@@ -82,7 +82,7 @@ class CapturedDrafting:
         hidden: Tensor | None,
     ) -> DraftBatch:
         runs, drafter = self.runs, buffers.drafter
-        assert drafter is not None
+        assert drafter is not None and not isinstance(drafter, HostSteps)
         chosen = [contexts[row] for row in drafting]
         runs.fill(buffers, [as_row(context) for context in chosen])
         counts = [

@@ -23,7 +23,7 @@ from .drafting import CapturedDrafting
 from .planner import RunPlanner
 from .processing import RunProcessing, StepProcessing
 from .progress import RunOutputs, as_draft, queued_steps
-from .state import DecodeState, StepDrafter
+from .state import DecodeState, HostSteps, StepDrafter
 
 MAX_BUFFERS = 64  # shapes of which buffers are kept, beside those that the warm-up captured
 TIMED_STEPS = 4  # steps of a run whose latency is measured
@@ -36,7 +36,7 @@ class RunBuffers:
     """The DecodeState of runs of one shape, and the buffers that fill it."""
 
     state: DecodeState
-    drafter: StepDrafter | None
+    drafter: StepDrafter | HostSteps | None
     aux_layers: tuple[int, ...]
     integers: Buffer  # newest, positions, max_lengths, drafts, top_k, adapters
     floats: Buffer  # temperature, top_p, min_p
@@ -120,7 +120,12 @@ class MultiStepRunner:
         queued = queued_steps(self.step_seconds)
         learn = self.planner.learn_step if learns else None
         outputs = RunOutputs(self.device, step.rows, step.decode_steps, buffers.output, queued, learn)
-        fences = self._launch(buffers, key, step.decode_steps, timed, outputs, processing)
+        try:
+            fences = self._launch(buffers, key, step.decode_steps, timed, outputs, processing)
+        except Exception:
+            if isinstance(buffers.drafter, HostSteps):
+                buffers.drafter.forget(requests)
+            raise
         end = self.device.fence()
         buffers.captured = True
         listed, drafts = outputs.read(), buffers.state.drafts.tolist()
@@ -180,14 +185,28 @@ class MultiStepRunner:
             if step < timed:
                 fences.append(self.device.fence())
             if drafter is not None:
-                self._run_part(buffers, key, "extend", drafter.extend)
-                if buffers.state.width:
-                    self._run_part(buffers, key, "decode", drafter.decode)
+                if isinstance(drafter, HostSteps):
+                    self._draft_on_host(drafter, buffers.state, outputs)
+                else:
+                    self._run_part(buffers, key, "extend", drafter.extend)
+                    if buffers.state.width:
+                        self._run_part(buffers, key, "decode", drafter.decode)
                 if processing is not None:
                     processing.drafted(buffers.state.drafts)
             if step < timed:
                 fences.append(self.device.fence())
         return fences
+
+    def _draft_on_host(self, drafter: HostSteps, state: DecodeState, outputs: RunOutputs | None) -> None:
+        """Wait for the step that was just started, and write the drafts for the next one. outputs: None in warm-ups."""
+        if outputs is None or not state.width:
+            return
+        outputs.read()
+        tokens: list[int] = []
+        for draft in drafter.draft_rows(outputs.rows):
+            tokens += draft + [-1] * (state.width - len(draft))
+        tokens += [-1] * (state.drafts.numel() - len(tokens))
+        state.drafts.copy_(self.device.upload(tokens, torch.int32).view_as(state.drafts))
 
     def _run_part(self, buffers: RunBuffers, key: Key, part: str, run: Callable[[], None]) -> None:
         """Run a part of a decode step: by CUDA graphs, or by a recording, which is made when it first runs."""
@@ -318,7 +337,7 @@ class MultiStepRunner:
             name, rows, width, _, _, adapted = key
             similar = "target", name, rows, width, adapted  # few kernels depend on the rest
             self.graphs.capture(("target", *key), lambda: self._target(buffers), similar)
-        if drafter is not None and not self.eager_drafter:
+        if drafter is not None and not isinstance(drafter, HostSteps) and not self.eager_drafter:
             self.graphs.capture(("extend", *key), drafter.extend)
             if buffers.state.width:
                 self.graphs.capture(("decode", *key), drafter.decode)

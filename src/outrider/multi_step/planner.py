@@ -14,7 +14,7 @@ from ..device.graphs import padded
 from ..request import Request, Row, RowResult
 from ..speculation.manager import SpeculationManager
 from ..types import DecodeStep, Draft, FinishReason
-from .state import DecodeState, MultiStepDrafter, StepDrafter
+from .state import DecodeState, HostSteps, MultiStepDrafter, StepDrafter
 
 WIDTHS = (1, 2, 3, 7, 15, 31)  # tokens drafted in a run, beside a method's maximum: each has CUDA graphs of its own
 MIN_STEPS = 2  # decode steps of a run, at least
@@ -40,7 +40,7 @@ class RunPlanner:
     def aux_layers(self, name: str) -> tuple[int, ...]:
         return self.spec_manager.drafter(name).needs.aux_layers if name else ()
 
-    def bind(self, name: str, state: DecodeState) -> StepDrafter | None:
+    def bind(self, name: str, state: DecodeState) -> StepDrafter | HostSteps | None:
         return self.drafter(name).bind(state) if name else None
 
     def width(self, name: str, requests: Sequence[Request], others: int = 0, decode_steps: int = 1) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from ..request import Request, Row
 
 if TYPE_CHECKING:
     from ..speculation.interface import DraftContext
+    from .progress import RowProgress
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,30 @@ class StepDrafter(Protocol):
         ...
 
 
+@runtime_checkable
+class HostSteps(Protocol):
+    """A drafter bound to a DecodeState whose drafts the host finds between the steps: nothing of it is captured.
+
+    The device waits for the drafts, but no step is scheduled, gathered or committed meanwhile.
+    """
+
+    logits: Tensor | None
+
+    def begin(self, rows: Sequence[Row]) -> None: ...
+
+    def draft_rows(self, texts: Sequence[RowProgress]) -> list[list[int]]:
+        """Return the draft of each row, from the tokens of all steps so far; none for a text that has ended."""
+        ...
+
+    def finish(self, requests: Sequence[Request], computed: Sequence[int]) -> None: ...
+
+    def forget(self, requests: Sequence[Request]) -> None:
+        """Drop what is known of these texts: a run failed, and its tokens were not added to them."""
+        ...
+
+
 class MultiStepDrafter(Protocol):
-    """A Proposer that can draft without the host; `needs.multi_step` says so."""
+    """A Proposer that can draft in multi-step runs; `needs.multi_step` says so."""
 
     def ready(self, requests: Sequence[Request], computed: Sequence[int] | None = None) -> bool:
         """Return whether the drafter has read each text up to the token after `computed` ones; None: as the target."""
@@ -76,4 +99,4 @@ class MultiStepDrafter(Protocol):
         """Read the texts of a step now, and draft nothing: `propose` may put that off."""
         ...
 
-    def bind(self, state: DecodeState) -> StepDrafter: ...
+    def bind(self, state: DecodeState) -> StepDrafter | HostSteps: ...

@@ -68,7 +68,8 @@ class Needs:
     trees: bool = False  # its drafts may branch
     costs_time: bool = False  # drafting takes time, which must pay; False: it counts as free
     has_probs: bool = False  # its drafts have distributions, which they can be sampled from
-    multi_step: bool = False  # it can draft without the host: it is a MultiStepDrafter (multi_step/state.py)
+    multi_step: bool = False  # it can draft in multi-step runs: it is a MultiStepDrafter (multi_step/state.py)
+    on_host: bool = False  # in multi-step runs it drafts on the host, between the steps
     stops_early: bool = False  # it drafts token by token, and stops when the next one does not pay
     suspendable: bool = False  # it may miss tokens, and read them later or never (drafters/kv_tracker.py)
     taps: InitVar[tuple[int, ...] | None] = None  # deprecated alias of aux_layers

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from ...request import Request
+from ...multi_step.state import DecodeState, HostSteps, StepDrafter
+from ...request import Request, Row
 from ...types import Draft
 from ..adaptive.acceptance_model import Rates
 from ..interface import DraftBatch, DraftContext, Needs
 from .tree_builder import best_first
+
+if TYPE_CHECKING:
+    from ...multi_step.progress import RowProgress
 
 TOKEN_BITS = 24  # more than any vocabulary needs; the key of an n-gram is its tokens side by side, so none collide
 MAX_MATCH = 24  # tokens; a longer match does not raise the acceptance rate further
@@ -39,8 +43,9 @@ def min_path_acceptance(options: LookupOptions) -> float:
 class LookupDrafter(ABC, Generic[RequestState]):
     """A Proposer that reads only texts. It creates the state of a request with the first draft for it."""
 
-    def __init__(self, width: int, trees: bool = False, multi_step: bool = False) -> None:
-        self.needs = Needs(width=width, trees=trees, multi_step=multi_step)
+    def __init__(self, width: int, trees: bool = False, on_host: bool = True) -> None:
+        """on_host: multi-step runs look chains up on the host; else a subclass does it on the device."""
+        self.needs = Needs(width=width, trees=trees, multi_step=not trees, on_host=on_host and not trees)
         self.states: dict[Request, RequestState] = {}
 
     @abstractmethod
@@ -51,7 +56,7 @@ class LookupDrafter(ABC, Generic[RequestState]):
 
     def propose(self, contexts: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
         drafts = [
-            self._draft_request(context) if context.num_draft_tokens and context.new_tokens else Draft([])
+            self.draft_request(context) if context.num_draft_tokens and context.new_tokens else Draft([])
             for context in contexts
         ]
         return DraftBatch(
@@ -60,7 +65,7 @@ class LookupDrafter(ABC, Generic[RequestState]):
             confidence=[draft.confidence or [] for draft in drafts],
         )
 
-    def _draft_request(self, context: DraftContext) -> Draft:
+    def draft_request(self, context: DraftContext) -> Draft:
         state = self.states.get(context.request)
         if state is None:
             state = self.states[context.request] = self.new_state(context.request)
@@ -69,9 +74,46 @@ class LookupDrafter(ABC, Generic[RequestState]):
     def accept(self, requests: Sequence[Request], accepted: Sequence[int]) -> None:
         """Do nothing: only accepted text is ever read, so there is nothing to rewind."""
 
+    def ready(self, requests: Sequence[Request], computed: Sequence[int] | None = None) -> bool:
+        return True
+
+    def read(self, contexts: Sequence[DraftContext], hidden: Tensor | None) -> None:
+        """Do nothing: a lookup reads what it lacks with the next draft."""
+
+    def bind(self, state: DecodeState) -> StepDrafter | HostSteps:
+        return LookupSteps(self, state.width)
+
     def release(self, requests: Sequence[Request]) -> None:
         for request in requests:
             self.states.pop(request, None)
+
+
+class LookupSteps:
+    """A HostSteps: the lookups of a multi-step run."""
+
+    logits: Tensor | None = None
+
+    def __init__(self, drafter: LookupDrafter[RequestState], width: int) -> None:
+        self.lookups, self.width = drafter, width
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        """Do nothing: `draft_rows` has the texts."""
+
+    def finish(self, requests: Sequence[Request], computed: Sequence[int]) -> None:
+        """Do nothing: the state is the host's."""
+
+    def forget(self, requests: Sequence[Request]) -> None:
+        self.lookups.release(requests)
+
+    def draft_rows(self, texts: Sequence[RowProgress]) -> list[list[int]]:
+        return [self._draft_row(text) if text.remaining > 0 else [] for text in texts]
+
+    def _draft_row(self, text: RowProgress) -> list[int]:
+        request, length = text.request, text.request.length + len(text.tokens)
+        width = min(self.width, request.max_length - length - 1)
+        if width < 1:
+            return []
+        return self.lookups.draft_request(DraftContext(request, length - 1, length - 1, text.tokens, width, 0)).tokens
 
 
 class NgramIndex:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...cache.pages import slots_of
 from ...errors import UserError
 from ...kernels import NgramLookup, TokenHistory
-from ...multi_step.state import DecodeState, StepDrafter
+from ...multi_step.state import DecodeState, HostSteps, StepDrafter
 from ...request import Request, Row
 from ...types import Draft
 from ..adaptive.acceptance_model import Rates
@@ -80,7 +80,7 @@ class NgramState:
 class NgramDrafter(LookupDrafter[NgramState]):
     def __init__(self, options: Options, target: Target) -> None:
         trees = options.branches > 1
-        super().__init__(options.width, trees, multi_step=not trees and options.longest <= MAX_MATCH)
+        super().__init__(options.width, trees, on_host=options.longest > MAX_MATCH)
         self.options, self.ops, self.device = options, target.ops, target.device
         prior = rates_by_match_length()
         # If the text depends on the drafts, requests may not influence each other.
@@ -89,7 +89,8 @@ class NgramDrafter(LookupDrafter[NgramState]):
         self.least = min_path_acceptance(options)
         # The tokens of all texts on the device, one number a slot.
         size = target.page_size
-        self.pages = target.storage(0, 1, 1, target.kv_dtype, states=size) if self.needs.multi_step else None
+        on_device = self.needs.multi_step and not self.needs.on_host
+        self.pages = target.storage(0, 1, 1, target.kv_dtype, states=size) if on_device else None
 
     def new_state(self, request: Request) -> NgramState:
         return NgramState(self.options)
@@ -144,14 +145,8 @@ class NgramDrafter(LookupDrafter[NgramState]):
 
     # ---- decode steps without the host ----
 
-    def ready(self, requests: Sequence[Request], computed: Sequence[int] | None = None) -> bool:
-        return True
-
-    def read(self, contexts: Sequence[DraftContext], hidden: Tensor | None) -> None:
-        """Do nothing: `NgramSteps.begin` uploads what the device lacks."""
-
-    def bind(self, state: DecodeState) -> StepDrafter:
-        return NgramSteps(self, state)
+    def bind(self, state: DecodeState) -> StepDrafter | HostSteps:
+        return super().bind(state) if self.pages is None else NgramSteps(self, state)
 
     def kept_tokens(self, width: int) -> list[int]:
         """Return how many tokens of a draft are worth verifying, by the length of the match."""
