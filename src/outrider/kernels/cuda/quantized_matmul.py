@@ -297,8 +297,8 @@ def dequantize_tile(
     wait()
     row = tl.program_id(0) * row_block + tl.arange(0, row_block)
     line = tl.minimum(begin + row, end - 1).to(tl.int64)
-    weights = read_tile(words, line, tl.program_id(1), stride, scale_stride, chunks, format).to(tl.float32)
-    weights = true_size(enlarged(weights, words.channel, format), format)
+    weights = read_tile(words, line, tl.program_id(1), stride, scale_stride, chunks, format)
+    weights = true_size(enlarged(weights, words.channel, format).to(tl.float32), format)
     if words.channel is not None:
         weights *= tl.load(words.channel + line)[:, None]
     column = tl.program_id(1) * weights.shape[1] + tl.arange(0, weights.shape[1])
