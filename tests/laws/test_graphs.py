@@ -24,6 +24,7 @@ from laws.mix import BASE, PROMPT, visible, with_options
 from laws.test_multi_step_runs import count, watch_runs
 from laws.test_variants import VARIANTS
 from outrider import LLM, SamplingParams
+from outrider.multi_step import drafting
 from outrider.multi_step.loop import RunBuffers
 from outrider.speculation.drafters.chain_builder import StateChains
 from outrider.speculation.drafters.pass_graphs import PassGraphs
@@ -253,6 +254,12 @@ def check_multi_step_runs(stage: Stage, method: str, llm: LLM) -> None:
 @pytest.mark.parametrize("method", ["none", *LOOKUPS, *HEADS, "modules", "rejection"])
 def test_multi_step_runs_read_nothing_stale(stage: Stage, method: str) -> None:
     check_multi_step_runs(stage, method, poisoned(stage.llm(method, "FULL")))
+
+
+def test_the_host_looks_up_after_prompts_of_any_length(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lookups on the device use graphs after long prompts; those of `suffix` have none."""
+    monkeypatch.setattr(drafting, "HOST_TOKENS", 0)
+    check_multi_step_runs(stage, "suffix", stage.llm("suffix", "FULL"))
 
 
 # Each beside the others, and beside a row without any.

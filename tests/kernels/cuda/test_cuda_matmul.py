@@ -368,6 +368,7 @@ QUANTIZED_TILINGS = {
     "several chunks, eight rows": Tiling(16, 256, 4, 2, rows=8),
     "three parts, many rows": Tiling(32, 256, 2, 2, parts=3, rows=128),
     "parts of unequal length": Tiling(16, 128, 4, 2, rows=8, parts=4),
+    "more parts than are loaded at once": Tiling(16, 128, 4, 2, rows=8, parts=6),
 }
 
 

@@ -8,6 +8,7 @@ import torch
 from carried import Carried
 from outrider.kernels import Kernels, cuda, reference
 from outrider.kernels.cases import Case, difference, inputs, layers
+from outrider.kernels.cases.case import LOOSE
 from outrider.kernels.cases.inputs import Shape
 from outrider.kernels.cuda import matrices
 from outrider.kernels.cuda.device import DEVICE
@@ -40,6 +41,19 @@ def test_a_row_has_the_same_bits_in_any_batch(kind: str) -> None:
     (together,) = run(None)
     for items in ([4], [18, 0], list(range(7, 17))):
         assert torch.equal(run(items)[0], together[items])
+
+
+def test_experts_of_fp8_have_a_scale_for_each_row(ops: Kernels) -> None:
+    weights = inputs.moe_weights(inputs.generator(1), "fp8", SMALL, 4, 2)
+    for each in (*weights.gate, *weights.up, *weights.down):
+        blocks = each.data.view(each.shape[0], -1, 36)
+        blocks[:, :, :4] = blocks[:, :1, :4].clone()
+    layer, plain = ops.moe_layer(weights), reference.moe_layer(weights)
+    x = inputs.normal(inputs.generator(2), 5, SMALL.width)
+    found, meant = x.clone(), x.clone()
+    ops.moe(found, layer)
+    reference.moe(meant, plain)
+    assert difference(found - x, meant - x) <= 2 * LOOSE[torch.bfloat16]
 
 
 def test_experts_stay_quantized_where_short_rows_of_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
