@@ -59,7 +59,7 @@ METHODS = """
 - **sampled**: `draft=probabilistic`, drafts sampled at the request's temperature. Lookup methods have no distribution
   to sample from: `rejection` treats their drafts as certain, and `block` is refused.
 - **multi-step**: on a GPU several steps run without the host ([multi-step runs](../cuda.md#multi-step-runs)), for
-  chains and for requests without penalties, biases, bans, structured output or log-probabilities.
+  chains. `suffix` and `prediction` look up on the host between these steps.
 - `a+b` merges the drafts of several methods into one tree and supports what trees support.
 - A method of your own supports what its [needs](../add-a-method.md#needs) state.
 
@@ -116,7 +116,6 @@ VECTORS = {
         "compressed-tensors, transformers",
     ),
 }
-ON_DEVICE = ("ngram",)  # lookups that run on the device
 ELSEWHERE = """
 These parameters do not affect which tokens are chosen, or have tests of their own:
 
@@ -151,7 +150,7 @@ def methods() -> list[str]:
         source = (
             "a model or head" if "model" in own else "the request" if hasattr(find(name), "DRAFTS_FROM") else "nothing"
         )
-        cells = [True, True, sampled, True, "branches" in own, sampled, sampled or name in ON_DEVICE]
+        cells = [True, True, sampled, True, "branches" in own, sampled, True]
         lines.append(f"| `{name}` | {source} | " + " | ".join("yes" if cell else "no" for cell in cells) + " |")
     return lines
 

@@ -137,7 +137,7 @@ def test_bits_do_not_depend_on_the_programs_of_a_row(monkeypatch: pytest.MonkeyP
 
 
 # Rows of padding divide what was in the memory before; their results are not read.
-@pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero|All-NaN slice) encountered:RuntimeWarning")
 @pytest.mark.parametrize("rows", [MIXED, LONG], ids=["mixed", "long"])
 def test_padding_is_harmless(rows: Rows) -> None:
     batch = inputs.random_batch(inputs.generator(1), rows)
