@@ -89,12 +89,14 @@ class Job(NamedTuple):
 def candidates(kind: Kind, shape: Shape, rows: int) -> Iterator[Tiling]:
     """Yield tilings that fill the GPU, and do not split a matrix into more programs than help."""
     outputs = shape.outputs // 2 if shape.gated else shape.outputs
-    sizes = [(16, 4), (32, 4), (64, 4), (128, 8)] if kind == "float" else [(64, 2), (64, 4), (128, 4), (128, 8)]
+    sizes = [(16, 4), (32, 4), (64, 4), (128, 8)]
+    if kind != "float":
+        sizes = [(16, 2), (32, 2), (32, 4), (64, 4), (64, 8)] if shape.gated else [(32, 2), (64, 4), (128, 4), (128, 8)]
     for (tile_outputs, warps), columns, stages, parts in product(sizes, (128, 256, 512), (3, 4, 6), (1, 2, 4, 8)):
         programs = -(-outputs // tile_outputs) * parts
         steps = shape.columns / columns / parts  # of a program's loop
         divided = shape.columns % (columns * (parts if kind == "float" else 1)) == 0
-        if not divided or steps < quantized_matmul.FEWEST_STEPS or (shape.gated and parts > 2):
+        if not divided or steps < 1.5 or (shape.gated and parts > 2):
             continue
         if programs >= 96 and (parts == 1 or programs <= 640) and tile_outputs * columns <= 1 << 15:
             yield Tiling(tile_outputs, columns, warps, stages, rows, parts)

@@ -247,9 +247,10 @@ def tuned_matmuls() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"float {outputs}x{columns}", lambda c=columns, g=gated, t=tile: run("float", c, g, t)
     for (kind, outputs, columns, gated, rows), tile in quantized_matmul.TUNED.items():
         yield f"{kind} {outputs}x{columns}x{rows}", lambda k=kind, c=columns, g=gated, t=tile: run(k, c, g, t)
-    for kind, gated, rows in product(("int4", "int8", "fp8"), (False, True), quantized_matmul.USUAL):
-        tile = quantized_matmul.choose(kind, 3072, 1024, gated, rows, 1)
-        yield f"{kind} of {rows} rows", lambda k=kind, g=gated, t=tile: run(k, 1024, g, t)
+    shapes = ((3072, 1024, False), (1024, 1024, False), (1024, 3072, False), (3072, 1024, True))
+    for kind, (outputs, columns, gated), rows in product(("int4", "int8", "fp8"), shapes, quantized_matmul.USUAL):
+        tile = quantized_matmul.choose(kind, outputs, columns, gated, rows, 1)
+        yield f"{kind} {outputs}x{columns} of {rows} rows", lambda k=kind, c=columns, g=gated, t=tile: run(k, c, g, t)
 
 
 def run(capability: int, allocates: bool) -> Report:

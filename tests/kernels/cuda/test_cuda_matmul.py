@@ -283,12 +283,22 @@ def test_a_tiling_divides_its_matrix_and_fills_the_gpu(
         blocks = -(-tokens // tile.rows)
         assert blocks * tile.rows - tokens < (8 if tokens <= 16 else 64)  # rows of padding
         programs = blocks * -(-outputs // (1 + gated) // tile.outputs)
+        if tile.rows == 8:
+            assert programs * tile.parts >= 128 and (tile.parts == 1 or programs * tile.parts <= 640)
+            continue
         known = blocks == 1 and (kind, outputs, columns, gated, tile.rows) in quantized_matmul.TUNED
         most = 132 if gated or tile.rows == 128 else 264 if tile.warps == 8 else 396
         if not known and tile.parts > 1:
             assert programs * tile.parts <= most
         steps = columns // tile.columns / tile.parts  # of a program's loop, on average
         assert known or 2 * programs * tile.parts > most or steps < 6
+
+
+@pytest.mark.parametrize(("outputs", "columns"), [(8192, 128), (2048, 256), (57344, 256), (1024, 65536)])
+def test_parts_of_few_rows_have_work(outputs: int, columns: int, chosen: Callable[..., Tiling]) -> None:
+    """A program without an iteration would not wait for the kernel before it."""
+    tile = chosen(outputs, columns, False, 1)
+    assert columns // tile.columns >= tile.parts
 
 
 def test_prompts_of_the_warm_up_have_all_tilings(chosen: Callable[..., Tiling]) -> None:

@@ -101,10 +101,21 @@ def multiply(left, right, total):
 
 
 @triton.jit
-def wait():
-    """Wait until all earlier kernels have ended and their writes are visible, then let the next kernel start."""
+def wait(release: tl.constexpr = True):
+    """Wait until all earlier kernels have ended and their writes are visible.
+
+    Then let the next kernel start, or leave that to `release`.
+    """
     if PDL_ENABLED:
         cuda.gdc_wait()
+        if release:
+            cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def release():
+    """Let the next kernel start when all programs of this one have come here or ended."""
+    if PDL_ENABLED:
         cuda.gdc_launch_dependents()
 
 

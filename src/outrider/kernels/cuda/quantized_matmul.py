@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..structures import Activation
-from .device import EMULATED, INTERPRETED, LAUNCH, loop_bound, multiply, rounded, wait
+from .device import EMULATED, INTERPRETED, LAUNCH, loop_bound, multiply, release, rounded, wait
 from .epilogue import ROWS, Biases, SplitK, Tiling, finish, fitting_stages, read_addends
 from .matrices import MANY_OUTPUTS, MOST_TILES, PADDED, PER_WORD, SUM_FACTOR, UNITS, Matrix
 from .pointwise import e4m3_number
@@ -60,19 +60,15 @@ class TileShape(NamedTuple):
 
 
 EMULATED_TILING = Tiling(128, PADDED, 4, 1)  # in the interpreter a tile costs the same whatever its size
-# For shapes that TUNED lacks, by the rows of activations per program. Measured on an H200 for models of 4B, 8B and 14B,
-# those of 8 rows also for 0.5B to 1.5B. With 8 rows Triton uses `mma.sync`, which needs fewer instructions beside it
-# than `wgmma`.
+# For shapes that TUNED lacks, by the rows of activations per program; up to 8 rows: see `few_rows`. Measured on an H200
+# for models of 4B, 8B and 14B.
 USUAL = {
-    8: Tiling(64, 128, 4, 4, rows=8),
+    8: Tiling(64, 256, 4, 3, rows=8),
     ROWS: Tiling(64, 256, 4, 3),
     32: Tiling(64, 256, 4, 3, rows=32),
     64: Tiling(64, 128, 4, 3, rows=64),
     128: Tiling(128, 128, 8, 3, rows=128),
 }
-# Of int4 matrices that are not wider than long: a layer of 14B takes 85 us instead of 100 with USUAL, those of 1B 27.2
-# and 28.4, of 1.5B 26.6 and 26.5, of 4B 39.4 and 40.4.
-DOWN = Tiling(128, 128, 8, 4, rows=8)
 # Turn the fields of two words, the last operand, into pairs of bf16, an operand for each field: see matrices.py.
 INT8 = """{
     .reg .b32 m, c, t;
@@ -105,46 +101,34 @@ INT4 = """{
 INT8_CODE, FP8_CODE, INT4_CODE = tl.constexpr(INT8), tl.constexpr(FP8), tl.constexpr(INT4)
 DEQUANTIZED = 32  # rows of the matrix that a program dequantizes
 # Programs that split-k makes at most, by their warps: as many as run at once on the 132 multiprocessors of an H200.
-# With 132 instead of 264, a layer of 14B in int4 takes 100 instead of 85 us.
 PROGRAMS = {4: 396, 8: 264}
-# The same for gated matmuls, whose two sums take twice as long to add: split-k makes one of 8B 4 us slower, one of 4B
+# The same for gated matmuls, whose sums take twice as long to add: split-k makes one of 8B 4 us slower, one of 4B
 # 1.5 times as slow. Tiles of 128 rows were measured with it, too.
 FEW_PROGRAMS = 132
-# Columns from which fp8 takes 256 at a time. With 256 in all matrices but the gated one, a layer of 14B takes 100
-# instead of 115 us, one of 4B as long as before, one of 1B 2 % longer.
-LONG = 12288
+MOST_PROGRAMS = 640  # of up to 8 rows: the down matrix of 14B has as many; more were not measured
 FEWEST_STEPS = 3  # iterations of a program's loop that split-k leaves
 # Matrices of Llama-3.1-8B as N, K, gated: qkv, attention output, gate and up, down, LM head.
 SHAPES = ((6144, 4096, False), (4096, 4096, False), (28672, 4096, True), (4096, 14336, False), (128256, 4096, False))
 # Measured on an H200 for SHAPES, by kind and rows per program: outputs, columns, warps, stages and parts of a Tiling.
-# Those of fp8 and int4 (but the LM head) in chains of layers; alone, others are the fastest. Under PDL, programs start
-# while those of the kernel before hold memory and registers of some multiprocessors, which then get fewer of them.
+# Those of fp8 and int4 (but the LM head) in chains of layers. Alone, others are the fastest: a program starts where
+# those of the kernel before leave memory and registers, so some multiprocessors may get several programs, others none.
 MEASURED = {
-    ("fp8", 8): ((64, 256, 4, 4, 2), (64, 128, 4, 6, 4), (64, 256, 4, 3, 1), (64, 512, 4, 3, 4), (64, 256, 4, 4, 1)),
     ("fp8", 16): ((64, 256, 4, 4, 2), (64, 128, 4, 6, 4), (64, 256, 4, 3, 1), (64, 256, 4, 4, 4), (64, 256, 4, 3, 1)),
     ("fp8", 64): (
         (64, 128, 4, 3, 4),
         (64, 128, 4, 4, 4),
-        (128, 128, 8, 4, 1),
+        (64, 128, 8, 4, 1),
         (128, 128, 8, 4, 8),
         (128, 128, 8, 4, 1),
-    ),
-    ("int4", 8): (
-        (64, 256, 4, 4, 2),
-        (128, 128, 8, 4, 8),
-        (64, 256, 4, 3, 1),
-        (128, 128, 8, 4, 8),
-        (128, 256, 4, 3, 1),
     ),
     ("int4", 16): ((64, 128, 4, 6, 4), (64, 128, 4, 6, 4), (64, 256, 4, 3, 1), (128, 256, 4, 3, 8), (64, 256, 4, 3, 1)),
     ("int4", 64): (
         (64, 128, 4, 3, 4),
         (64, 128, 4, 4, 4),
-        (128, 128, 8, 4, 1),
+        (64, 128, 8, 4, 1),
         (128, 128, 8, 4, 8),
         (128, 128, 8, 4, 1),
     ),
-    ("int8", 8): ((64, 256, 4, 4, 4), (32, 256, 2, 3, 4), (128, 256, 4, 3, 1), (32, 256, 2, 4, 2), (64, 256, 4, 3, 1)),
     ("int8", 16): ((64, 256, 4, 3, 4), (64, 128, 2, 4, 4), (64, 256, 4, 3, 1), (64, 128, 2, 4, 4), (64, 128, 4, 4, 1)),
     ("int8", 64): (
         (128, 128, 8, 4, 2),
@@ -187,21 +171,42 @@ def choose(kind: str, outputs: int, columns: int, gated: bool, rows: int, blocks
     found = TUNED.get((kind, outputs, columns, gated, rows)) if blocks == 1 else None
     if found is not None:
         return found
+    if rows == 8 and (gated or outputs < MANY_OUTPUTS):
+        return few_rows(outputs, columns, gated)
     tile, padded = USUAL[rows], triton.cdiv(columns, PADDED) * PADDED
-    if rows == 64 and outputs >= MANY_OUTPUTS and not gated:
+    if rows == 64 and gated:
+        tile = replace(tile, warps=8, stages=4)
+    elif rows == 64 and outputs >= MANY_OUTPUTS:
         tile = replace(USUAL[128], rows=rows)
-    if rows == 8 and (outputs >= MANY_OUTPUTS or gated):
-        tile = replace(USUAL[ROWS], rows=rows)
-    elif rows == 8 and kind == "int4" and outputs <= columns:
-        tile = DOWN
-    elif rows == 8 and kind == "fp8" and columns >= LONG:
-        tile = replace(tile, columns=256)
     if padded % tile.columns:
         tile = replace(tile, columns=PADDED)
     programs, steps = blocks * triton.cdiv(outputs // 2 if gated else outputs, tile.outputs), padded // tile.columns
     most, parts = FEW_PROGRAMS if gated or rows == 128 else PROGRAMS[tile.warps], 1
     while 2 * parts * programs <= most and steps >= 2 * parts * FEWEST_STEPS:
         parts *= 2
+    return replace(tile, parts=parts)
+
+
+def few_rows(outputs: int, columns: int, gated: bool) -> Tiling:
+    """Return the tiling for up to 8 rows.
+
+    Measured on an H200 in chains of layers: int4 of 1B, 1.5B, 4B, 8B and 14B, FP8 of 4B, 8B and 14B, int8 of 1.5B and
+    8B. A layer takes up to 3 % longer than with the best of 46 tilings for each of its matrices.
+    """
+    if gated:
+        tile = Tiling(16, 256, 2, 3, rows=8)
+    elif outputs > columns:  # as qkv
+        tile = Tiling(64, 128, 4, 4, rows=8, parts=4)
+    elif columns >= 2 * outputs:  # as the down matrix
+        tile = Tiling(32, 256, 2, 4, rows=8, parts=4)
+    else:
+        tile = Tiling(64, 256, 4, 3, rows=8, parts=4)
+    padded = triton.cdiv(columns, PADDED) * PADDED
+    if padded % tile.columns:
+        tile = replace(tile, columns=PADDED)
+    programs, steps, parts = triton.cdiv(outputs, tile.outputs), padded // tile.columns, tile.parts
+    while parts > 1 and (parts * programs > MOST_PROGRAMS or 2 * steps < 3 * parts):
+        parts //= 2
     return replace(tile, parts=parts)
 
 
@@ -335,19 +340,20 @@ def quantized_matmul_tile(
     row = tl.program_id(0) * row_block + tl.arange(0, row_block)
     output = tl.program_id(1) * output_block + tl.arange(0, output_block)
     # Programs at the edge read the last row again, so that loads need no row mask.
-    line = tl.minimum(output, outputs - 1).to(tl.int64)
-    other_line = line + outputs  # of a gated matmul
+    if activation is None:
+        line = tl.minimum(output, outputs - 1).to(tl.int64)
+    else:  # rows of the gate, and those of up below them
+        index = tl.arange(0, 2 * output_block)
+        line = tl.minimum(tl.program_id(1) * output_block + index % output_block, outputs - 1).to(tl.int64)
+        line += index // output_block * outputs
     all_steps = stride // step_words
     begin = tl.program_id(2) * all_steps // parts
     steps = (tl.program_id(2) + 1) * all_steps // parts - begin  # of this program: parts may differ by one
     if words.channel is not None:
         factor = tl.load(words.channel + line)[:, None]
-        if activation is not None:
-            other_factor = tl.load(words.channel + other_line)[:, None]
-    wait()
+    wait(release=False)
     addends = read_addends(biases, out, row, output, rows, outputs, activation, add)
-    total = tl.zeros([output_block, row_block], tl.float32)
-    other_total = tl.zeros([output_block, row_block], tl.float32)
+    total = tl.zeros([line.shape[0], row_block], tl.float32)
     for index in range(loop_bound(steps)):
         step = begin + index
         column = step * step_columns + tl.arange(0, step_columns)
@@ -358,30 +364,31 @@ def quantized_matmul_tile(
         right = enlarged(right, words.channel, format)
         left = read_tile(words, line, step, stride, scale_stride, shape.chunks, format)
         total = multiply(left, right, total)
-        if activation is not None:
-            left = read_tile(words, other_line, step, stride, scale_stride, shape.chunks, format)
-            other_total = multiply(left, right, other_total)
-    total, other_total = true_size(total, format), true_size(other_total, format)
+    release()
+    total = true_size(total, format)
     if words.channel is not None:
         total *= factor
-        if activation is not None:
-            other_total *= other_factor
     if not shape.split:
-        finish(total, other_total, addends, biases.deltas, out, row, output, rows, outputs, activation, add)
+        _finish(total, addends, biases.deltas, out, row, output, rows, outputs, activation, add)
     else:
-        _finish_part(
-            total, other_total, addends, biases.deltas, split, parts, out, row, output, rows, outputs, activation, add
-        )
+        # The last program of a tile adds all parts and stores the result.
+        tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        size: tl.constexpr = total.shape[0] * row_block
+        lane = tl.arange(0, total.shape[0])[:, None] * row_block + tl.arange(0, row_block)[None, :]
+        tl.store(split.scratch + (tile * parts + tl.program_id(2)) * size + lane, total)
+        tl.debug_barrier()  # all writes of this program come before its count
+        if tl.atomic_add(split.counters + tile, 1, sem="acq_rel") == parts - 1:
+            # The parts are added in their order, so that the sum does not depend on which program is last.
+            tl.store(split.counters + tile, 0)
+            total = _sum_parts(split.scratch + tile * parts * size + lane, parts, size)
+            _finish(total, addends, biases.deltas, out, row, output, rows, outputs, activation, add)
 
 
 @triton.jit
-def _finish_part(
-    total,  # [output_block, row_block]
-    other_total,
+def _finish(
+    total,  # [output_block, row_block]; of a gated matmul, [2 * output_block, row_block]: gate above up
     addends,
     deltas,
-    split,
-    parts,
     out,
     row,
     output,
@@ -390,26 +397,11 @@ def _finish_part(
     activation: tl.constexpr,
     add: tl.constexpr,
 ):
-    """Store the sums of this program; the last program of a tile adds all parts and stores the result."""
-    output_block: tl.constexpr = total.shape[0]
-    row_block: tl.constexpr = total.shape[1]
-    offset = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    size: tl.constexpr = output_block * row_block
-    length: tl.constexpr = size if activation is None else 2 * size
-    lane = tl.arange(0, output_block)[:, None] * row_block + tl.arange(0, row_block)[None, :]
-    own = split.scratch + (offset * parts + tl.program_id(2)) * length + lane
-    tl.store(own, total)
+    other_total = total
     if activation is not None:
-        tl.store(own + size, other_total)
-    tl.debug_barrier()  # all writes of this program come before its count
-    if tl.atomic_add(split.counters + offset, 1, sem="acq_rel") == parts - 1:
-        # The parts are added in their order, so that the sum does not depend on which program is last.
-        tl.store(split.counters + offset, 0)
-        pieces = split.scratch + offset * parts * length + lane
-        total = _sum_parts(pieces, parts, length)
-        if activation is not None:
-            other_total = _sum_parts(pieces + size, parts, length)
-        finish(total, other_total, addends, deltas, out, row, output, rows, outputs, activation, add)
+        both = tl.reshape(total, [2, output.shape[0], row.shape[0]])
+        total, other_total = tl.split(tl.permute(both, (1, 2, 0)))
+    finish(total, other_total, addends, deltas, out, row, output, rows, outputs, activation, add)
 
 
 @triton.jit
