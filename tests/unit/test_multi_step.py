@@ -16,7 +16,17 @@ from outrider import LLM, SamplingParams
 from outrider.device import Cpu
 from outrider.multi_step.loop import read_results
 from outrider.multi_step.planner import MAX_SECONDS, MIN_STEPS, RunLength, best_length
-from outrider.multi_step.progress import ENDED_ROWS, MIN_QUEUED, QUEUED_SECONDS, RunOutputs, as_draft, queued_steps
+from outrider.multi_step.progress import (
+    ENDED_ROWS,
+    LOOKUPS,
+    MIN_QUEUED,
+    QUEUED_SECONDS,
+    RowProgress,
+    RunOutputs,
+    UnverifiedDrafts,
+    as_draft,
+    queued_steps,
+)
 from outrider.request import Request, Row, RowResult, Step
 from outrider.scheduler import Scheduler
 from outrider.types import DecodeStep, Draft, FinishReason, StructuredOutput
@@ -578,3 +588,81 @@ def test_a_quiet_step_sees_stop_strings_at_once(tiny_llm) -> None:
         engine.step(quiet=True)
         passes.append(engine.times.steps)
     assert passes[-1] <= text.index(text[4]) + 2  # tokens, and the rest of a run
+
+
+class Counting:
+    """A lookup that expects each token to be one more than the last."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def draft_rows(self, texts: list[RowProgress]) -> list[list[int]]:
+        self.asked += [text.request.id for text in texts]
+        return [[text.tokens[-1] + 1, text.tokens[-1] + 2, text.tokens[-1] + 3] for text in texts]
+
+
+def test_steps_without_drafts_tell_how_drafts_would_have_fared() -> None:
+    """A draft is compared up to its first wrong token, or up to the token that follows it."""
+    learned: list[tuple[DecodeStep, int]] = []
+    text = steady("a", [0], max_tokens=20)
+    row = RowProgress(Row(text, 1, [0], sample=True))
+    lookups = Counting()
+    found = UnverifiedDrafts(lookups, {text}, {text}, 5, lambda request, step, width: learned.append((step, width)))
+    for token in (5, 6, 7, 8, 9, 10, 3, 8, 9):
+        row.read([token])
+        found.read_step([row])
+    assert learned == [
+        (DecodeStep(Draft([6, 7, 8]), [6, 7, 8, 9]), 5),
+        (DecodeStep(Draft([10, 11, 12]), [10, 3]), 5),
+        (DecodeStep(Draft([4, 5, 6]), [8]), 5),
+    ]
+    assert [part.draft.path(part.tokens[:-1]) for part, _ in learned] == [[0, 1, 2], [0], []]
+    assert len(lookups.asked) == 4  # the last draft is still to be compared
+
+
+def test_each_text_gets_a_lookup_within_a_few_steps() -> None:
+    """A text that was not read yet takes a step of its own; a text of another method, or that has ended, none."""
+    texts = [steady(f"{number}", [0], max_tokens=99) for number in range(20)]
+    ended = steady("ended", [0], max_tokens=1)
+    rows = [RowProgress(Row(text, 1, [0], sample=True)) for text in (ended, *texts)]
+    lookups, read = Counting(), set(texts[2:])
+    found = UnverifiedDrafts(lookups, {ended, *texts[:-1]}, read, 5, lambda *learned: None)
+    steps = []
+    for _ in range(5):
+        for row in rows:
+            row.read([7])
+        lookups.asked = []
+        found.read_step(rows)
+        steps.append(lookups.asked)
+        read |= {text for text in texts if text.id in lookups.asked}
+    first, second, third = [text.id for text in texts[:1]], [texts[1].id], [text.id for text in texts[2 : 2 + LOOKUPS]]
+    assert steps[:3] == [first, second, third]
+    assert {each for step in steps for each in step} == {text.id for text in texts[:-1]}
+    assert max(map(len, steps)) == LOOKUPS
+
+
+def test_a_run_without_drafts_learns_what_lookups_are_worth(tiny_llm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, the lookup forgets the texts, which it has read too far; the next runs have each text alone."""
+    prompts = [PROMPT, [9, 8, 7]]
+    plain = [one.completions for one in tiny_llm(decode_steps=8).generate(prompts, PARAMS)]
+    monkeypatch.setattr("outrider.engine.open_device", lambda backend: FakeDevice())
+    llm = tiny_llm(speculate="ngram", decode_steps=8)
+    runs, drafter = llm.engine.runner.multi_step, llm.engine.spec_manager.methods["ngram"]
+    monkeypatch.setattr(runs.planner.controller, "plan_uniform", lambda *given: 0)
+    learned: list[tuple[DecodeStep, int]] = []
+    monkeypatch.setattr(runs.planner, "learn_step", lambda request, step, width: learned.append((step, width)))
+    assert [one.completions for one in llm.generate(prompts, PARAMS)] == plain
+    assert learned and all(width == 8 for _, width in learned)
+    forgotten: list[int] = []
+    release, launch, others = drafter.release, runs._launch, len(drafter.states)
+    monkeypatch.setattr(drafter, "release", lambda requests: forgotten.append(len(drafter.states)) or release(requests))
+
+    def fail_once(*given):  # type: ignore[no-untyped-def]
+        fences = launch(*given)
+        if not forgotten:
+            raise RuntimeError("the run failed")
+        return fences
+
+    monkeypatch.setattr(runs, "_launch", fail_once)
+    assert [one.completions for one in llm.generate(prompts, PARAMS)] == plain
+    assert forgotten[0] == others + len(prompts)

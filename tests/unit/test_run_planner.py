@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -285,3 +286,63 @@ def test_latencies_measured_at_the_start_are_those_of_every_batch_size() -> None
     assert [drafts.seconds(width) for width in run_widths(MOST)] == pytest.approx(
         [0.1 + 0.2 * width for width in run_widths(MOST)]
     )
+
+
+def readable_planner(count: int) -> RunPlanner:
+    """Return one for a lookup, whose drafts cost a fifth of a step for each token."""
+    planner = new_planner()
+    planner.readable = lambda name, requests: set(requests)  # type: ignore[method-assign]
+    for batch_size, each in product((1, count), (*run_widths(MOST), *run_widths(MOST))):
+        planner.observe_latency("draft", batch_size, each, marks(1.0 + 0.2 * each, 0.0))
+    return planner
+
+
+def test_nothing_is_drafted_before_steps_without_drafts_tell_what_lookups_are_worth() -> None:
+    planner, text = readable_planner(1), request()
+    assert planner.width("draft", [text], 0, 16) == 0
+    learn(planner, [text], MOST, MOST, [Mark(0.0)])
+    planner.controller.skip(text, 15)  # the run had 16 steps, one of which was planned
+    assert planner.width("draft", [text], 0, 16) == MOST
+
+
+def test_a_batch_is_planned_again_after_as_many_steps_as_it_has_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To choose a width takes time for each text."""
+    planner, asked = readable_planner(12), []
+    texts = [request() for _ in range(12)]
+    table = planner.controller.latency.table
+    monkeypatch.setattr(planner.controller.latency, "table", lambda *given: asked.append(0) or table(*given))
+    planner.width("draft", texts, 0, 5)
+    first = len(asked)
+    for _ in range(2):  # runs of 5 steps
+        for text in texts:
+            planner.controller.skip(text, 4)
+        assert planner.width("draft", texts, 0, 5) == 0
+    assert first > 0 and len(asked) == first
+    for text in texts:
+        planner.controller.skip(text, 4)
+    planner.width("draft", texts, 0, 5)
+    assert len(asked) == 2 * first
+
+
+def test_texts_of_a_lookup_are_not_probed() -> None:
+    """What their drafts are worth is known without."""
+    planner = readable_planner(4)
+    texts = [request() for _ in range(4)]
+    learn(planner, texts, MOST, 0, [Mark(0.0)])
+    end(planner, 1_000_000)  # enough for any probe
+    assert [planner.width("draft", texts, 0, 16) for _ in range(50)] == [0] * 50
+    planner.readable = lambda name, requests: set(requests[1:])  # type: ignore[method-assign]
+    assert planner.width("draft", texts, 0, 16) == 1
+
+
+@pytest.mark.parametrize(("easy", "width"), [(8, MOST), (4, 0)])
+def test_new_texts_are_expected_to_differ_as_earlier_ones_did(easy: int, width: int) -> None:
+    """By the mean of half easy and half hard texts drafts would pay for all of them."""
+    planner = readable_planner(8)
+    for number in range(8):
+        text = request()
+        planner.width("draft", [text], 0, 16)
+        learn(planner, [text], MOST, MOST if number < easy else 0, [Mark(0.0)])
+        planner.controller.forget(text)
+    assert planner.width("draft", [request()], 0, 16) == MOST
+    assert planner.width("draft", [request() for _ in range(8)], 0, 16) == width

@@ -81,7 +81,7 @@ class MultiStepRunner:
         self.processing = RunProcessing(model.ops, device, model.config.vocabulary)
         self.model, self.ops, self.device, self.pages = model, model.ops, device, pages
         self.spec_manager, self.verifier = spec_manager, spec_manager.verifier
-        self.planner, self.graphs, self.context = RunPlanner(spec_manager), graphs, context
+        self.planner, self.graphs, self.context = RunPlanner(spec_manager, graphs.decoding), graphs, context
         self.eager_drafter = spec_manager.plan.eager
         self.busy = 0.0  # seconds that the device worked in all runs so far
         self.step_seconds = 0.0  # of a decode step in the last run; 0: not known
@@ -103,6 +103,7 @@ class MultiStepRunner:
         width = self.planner.width(name, drafting, others, step.decode_steps)
         drops = not width and self.planner.drops(name, drafting, others, step.decode_steps)
         is_plain = drops or (not width and self.planner.can_miss_runs(name))
+        unverified = self.planner.unverified(name, drafting) if is_plain else None
         if is_plain:
             name = ""
         elif name and others:
@@ -119,12 +120,15 @@ class MultiStepRunner:
         timed = TIMED_STEPS if buffers.captured and (learns or is_plain) and not waits else 0
         queued = queued_steps(self.step_seconds)
         learn = self.planner.learn_step if learns else None
-        outputs = RunOutputs(self.device, step.rows, step.decode_steps, buffers.output, queued, learn)
+        outputs = RunOutputs(
+            self.device, step.rows, step.decode_steps, buffers.output, queued, learn, None if waits else unverified
+        )
+        lookups = buffers.drafter if unverified is None else unverified.lookups
         try:
             fences = self._launch(buffers, key, step.decode_steps, timed, outputs, processing)
         except Exception:
-            if isinstance(buffers.drafter, HostSteps):
-                buffers.drafter.forget(requests)
+            if isinstance(lookups, HostSteps):
+                lookups.forget(requests)
             raise
         end = self.device.fence()
         buffers.captured = True

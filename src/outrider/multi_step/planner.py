@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 from statistics import median
-from typing import cast
+from typing import Any, cast
 
 from ..device import Fence
 from ..device.graphs import padded
 from ..request import Request, Row, RowResult
+from ..speculation.drafters.lookup import LookupDrafter, LookupSteps
 from ..speculation.manager import SpeculationManager
 from ..types import DecodeStep, Draft, FinishReason
+from .progress import UnverifiedDrafts
 from .state import DecodeState, HostSteps, MultiStepDrafter, StepDrafter
 
 WIDTHS = (1, 2, 3, 7, 15, 31)  # tokens drafted in a run, beside a method's maximum: each has CUDA graphs of its own
@@ -21,6 +23,7 @@ MIN_STEPS = 2  # decode steps of a run, at least
 MAX_SECONDS = 0.25  # of a run, at most: new requests wait until its end
 HOST_RATE = 0.2  # weight of a new measurement of the host's time
 TEXT_DECAY = 0.97  # of the statistics of text lengths, a run
+MAX_READ = 1024  # tokens of a prompt that the host reads beside steps without drafts, at most: they take it about 1 ms
 MIN_STOPPED = 0.01  # texts that ended by themselves, at least: none may have for long
 
 
@@ -30,8 +33,10 @@ def run_widths(most: int) -> list[int]:
 
 
 class RunPlanner:
-    def __init__(self, spec_manager: SpeculationManager) -> None:
+    def __init__(self, spec_manager: SpeculationManager, is_idle: bool = False) -> None:
+        """is_idle: the host has nothing to compute while the device runs queued steps."""
         self.spec_manager, self.plan, self.controller = spec_manager, spec_manager.plan, spec_manager.controller
+        self.is_idle = is_idle
 
     def ready(self, name: str, requests: Sequence[Request]) -> bool:
         """Return whether no drafter has to catch up with its requests."""
@@ -55,7 +60,23 @@ class RunPlanner:
         ]
         if not all(map(self.spec_manager.adapts, requests)):
             return max(limits)
-        return self.controller.plan_uniform(requests, limits, run_widths(max(limits)), others, decode_steps)
+        readable = self.readable(name, requests)
+        return self.controller.plan_uniform(requests, limits, run_widths(max(limits)), others, decode_steps, readable)
+
+    def readable(self, name: str, requests: Sequence[Request]) -> set[Request]:
+        """Return the requests of which steps without drafts tell what drafts would be worth."""
+        if not (self.is_idle and isinstance(self.spec_manager.drafter(name), LookupDrafter)):
+            return set()
+        return {request for request in requests if len(request.prompt) <= MAX_READ}
+
+    def unverified(self, name: str, requests: Sequence[Request]) -> UnverifiedDrafts | None:
+        """Return what learns from a run without drafts, if the method is a lookup and its width adapts."""
+        readable = self.readable(name, requests) if self.learns(name) else set()
+        if not readable:
+            return None
+        drafter = cast(LookupDrafter[Any], self.spec_manager.drafter(name))
+        width = drafter.needs.width
+        return UnverifiedDrafts(LookupSteps(drafter, width), readable, drafter.states, width, self.learn_step)
 
     def drops(self, name: str, requests: Sequence[Request], others: int, decode_steps: int) -> bool:
         """Return whether requests that draft nothing in the next run continue without their drafter.

@@ -46,6 +46,10 @@ class Rates:
                 rates._sums[key] = total * rates._memory + value, weights * rates._memory + weight
             rates = rates.method
 
+    def weight(self, key: int) -> float:
+        """Return how many observations of a key count."""
+        return self._sums.get(key, (0.0, 0.0))[1]
+
     def rate(self, key: int, prior: float | None = None) -> float:
         """Return the mean of a key; prior: instead of the one of the key."""
         source = self.method or self.base

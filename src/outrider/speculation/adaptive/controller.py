@@ -8,21 +8,22 @@ rejection only `plan` is called, which knows earlier steps alone.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 
 from ...request import Request
 from ...types import Draft, Suspension
-from .acceptance_model import REQUEST_MEMORY, DraftRates, Rates, confidence_key, products
+from .acceptance_model import PRIOR_WEIGHT, REQUEST_MEMORY, DraftRates, Rates, confidence_key, products
 from .backoff import EXPLORATION_SHARE, Backoff
 from .latency_model import LatencyCurve, LatencyModel
 from .width_search import fastest_widths
 
 # Part of a batch whose texts may be slower than the one that decides the width of its runs. In replays of texts by a
-# 1.5B (docs/log.md), 8 requests at a time take 0.99 to 1.00, 32 0.95 to 0.97 of the time that the mean text gives.
-# With 0.1, 32 texts that begin together take 3 to 5 % less, and 8 at a time up to 6 % more.
-SLOWER_PART = 0.25
+# 1.5B (docs/log.md), 8 requests at a time give 1.01 to 1.05 of plain decoding, batches of 32 that begin together 0.99
+# to 1.00; with 0.2 1.02 to 1.05 and 0.98 to 1.00, with 0.1 1.02 to 1.03 and 1.00.
+SLOWER_PART = 0.15
+ENDED_TEXTS = 64  # of a method, whose acceptance new texts are expected to have
 MIN_FOLLOWING = 1.0  # steps without drafts: a drafter may take this time to follow a short text since it last paid
 
 
@@ -34,6 +35,7 @@ class History:
         self.rates: DraftRates = DraftRates(base=None if base is None else base.rates)
         self.calibration: Rates = Rates(base=None if base is None else base.calibration)
         self.budget = 0.0  # for first probes of texts, in plain steps: a share of all steps, less what all probes lost
+        self.ended: deque[list[float]] = deque(maxlen=ENDED_TEXTS)  # acceptance of the tokens of a draft, by text
         self._base = base
 
     @property
@@ -66,7 +68,13 @@ class State:
         self.probes = False  # that draft is a probe
         self.may_pay = True  # drafts would pay if all of their tokens were accepted
         self.skipped = 0  # steps since a draft was expected to pay
+        self.limit = 0  # tokens of the longest draft in multi-step runs
         self._counted = 0  # tokens of the text that `count_tokens` has seen
+
+    @property
+    def known(self) -> float:
+        """Return how far the acceptance of this text is known, from 0 to 1."""
+        return min(self.rates.weight(0) / PRIOR_WEIGHT, 1.0)
 
     def count_tokens(self, tokens: int) -> None:
         """Add the share for probes to the budget, of a text that has this many tokens now."""
@@ -137,6 +145,8 @@ class AdaptiveController:
         state = self._requests.pop(request, None)
         if state is not None:
             state.count_tokens(len(request.output))
+            if state.limit and state.known == 1.0:
+                state.history.ended.append(state.rates.acceptance(state.limit))
 
     def draft_latency(self, method: str) -> LatencyCurve:
         """Return the seconds of a call of the method by the widest draft; 0: it only follows the text."""
@@ -228,13 +238,16 @@ class AdaptiveController:
         widths: Sequence[int],
         others: int = 0,
         steps: int = 1,
+        readable: Collection[Request] = (),
     ) -> int:
         """Return how many tokens all requests draft in each of `steps` steps: the fastest of `widths`.
 
         It is the fastest for the slow texts of the batch: those that draft well would end sooner with drafts, but the
         others later, and the batch with them. limits: tokens that each request may draft. others: requests of the steps
-        beside these. If that width is 0, a probe drafts one token for all requests in all steps, so its loss must be a
-        small share of all tokens so far.
+        beside these. readable: requests of which steps without drafts tell what drafts would be worth.
+
+        If the fastest width is 0, a probe for the other requests drafts one token for all requests in all steps, so
+        its loss must be a small share of all tokens so far.
         """
         batch_size, most = len(requests) + others, max(widths)
         if not self.latency.covers(batch_size):
@@ -247,7 +260,7 @@ class AdaptiveController:
             return 0
         verification = self.latency.table(batch_size, len(requests) * most)[:: len(requests)]  # by width
         drafting = self._drafting(requests[0], most)
-        acceptance = [state.rates.acceptance(limit) for state, limit in zip(states, limits, strict=True)]
+        acceptance = _spread(states, limits, [request in readable for request in requests])
 
         def speed(width: int) -> float:
             expected = sorted(1 + sum(probabilities[:width]) for probabilities in acceptance)
@@ -255,19 +268,8 @@ class AdaptiveController:
 
         chosen = max(widths, key=speed)
         states[0].method.observe_speed(speed(chosen))
-        probes = False
-        if most and not chosen:
-            for request, state in zip(requests, states, strict=True):
-                state.count_tokens(len(request.output))
-            loss = steps * (speed(0) / speed(1) - 1)  # of each request, in plain steps
-            due = [state for state, limit in zip(states, limits, strict=True) if limit and state.backoff.probes(loss)]
-            missing = max((loss - state.history.budget / batch_size for state in due), default=0.0)
-            probes = bool(due) and missing <= 0
-            for state in due:
-                if probes:
-                    state.history.budget -= batch_size * loss / len(due)
-                else:
-                    state.backoff.pause(missing)
+        loss = steps * (speed(0) / speed(1) - 1) if most else 0.0  # of each request by a probe, in plain steps
+        probes = most > 0 and not chosen and self._probes(requests, limits, readable, loss, batch_size)
         may_pay = chosen > 0 or self._may_pay(most, verification, drafting, 1)
         for state in states:
             state.may_pay = may_pay
@@ -277,6 +279,31 @@ class AdaptiveController:
             return chosen or 1
         self._note_suspended(requests, acceptance, [0] * len(requests), drafting, others)
         return 0
+
+    def _probes(
+        self,
+        requests: Sequence[Request],
+        limits: Sequence[int],
+        readable: Collection[Request],
+        loss: float,
+        batch_size: int,
+    ) -> bool:
+        """Return whether a run whose drafts are not expected to pay is a probe. Requests that it is not for pause."""
+        due = []
+        for request, limit in zip(requests, limits, strict=True):
+            state = self._state(request)
+            state.count_tokens(len(request.output))
+            if request in readable:
+                state.backoff.pause(EXPLORATION_SHARE * batch_size)  # to choose takes the host 10 us for each text
+            elif limit and state.backoff.probes(loss):
+                due.append(state)
+        missing = max((loss - state.history.budget / batch_size for state in due), default=0.0)
+        for state in due:
+            if missing <= 0:
+                state.history.budget -= batch_size * loss / len(due)
+            else:
+                state.backoff.pause(missing)
+        return bool(due) and missing <= 0
 
     def trim(self, requests: Sequence[Request], drafts: Sequence[Draft | None], others: int = 0) -> list[int]:
         """Return how many tokens of each draft pay: those that bring more than their verification costs."""
@@ -371,6 +398,26 @@ class AdaptiveController:
                 history = method.adapters.setdefault(request.adapter.name, History(history))
             self._requests[request] = State(method, history)
         return self._requests[request]
+
+
+def _spread(states: Sequence[State], limits: Sequence[int], readable: Sequence[bool]) -> list[list[float]]:
+    """Return the acceptance of drafts up to `limits`, for texts that are hardly known that of texts which have ended.
+
+    All new texts have the mean of earlier ones, among which the slow ones of a batch would not be seen. So they take
+    the acceptance of earlier texts, each of another one, from the hardest to the easiest. Before a text has ended,
+    `readable` ones are expected to accept nothing: what they accept is soon known without drafts.
+    """
+    spread = []
+    ended = sorted(states[0].history.ended, key=sum)
+    for index, (state, limit) in enumerate(zip(states, limits, strict=True)):
+        state.limit = max(state.limit, limit)
+        own, known = state.rates.acceptance(limit), state.known
+        if known < 1 and (ended or readable[index]):
+            earlier = ended[(2 * index + 1) * len(ended) // (2 * len(states))] if ended else [0.0] * limit
+            mixed = [known * rate + (1 - known) * other for rate, other in zip(own, earlier, strict=False)]
+            own[: len(mixed)] = mixed
+        spread.append(own)
+    return spread
 
 
 def explain(
