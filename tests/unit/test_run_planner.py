@@ -335,14 +335,17 @@ def test_texts_of_a_lookup_are_not_probed() -> None:
     assert planner.width("draft", texts, 0, 16) == 1
 
 
-@pytest.mark.parametrize(("easy", "width"), [(8, MOST), (4, 0)])
-def test_new_texts_are_expected_to_differ_as_earlier_ones_did(easy: int, width: int) -> None:
-    """By the mean of half easy and half hard texts drafts would pay for all of them."""
+@pytest.mark.parametrize(
+    ("easy", "one", "several"), [("eeeeeeee", MOST, MOST), ("eehheehe", MOST, 0), ("hhheeehh", 0, 0)]
+)
+def test_new_texts_are_expected_to_differ_as_earlier_ones_did(easy: str, one: int, several: int) -> None:
+    """By the mean of easy and hard texts drafts would pay for all of them. One text is expected to be the median."""
     planner = readable_planner(8)
-    for number in range(8):
+    for each in easy:
         text = request()
         planner.width("draft", [text], 0, 16)
-        learn(planner, [text], MOST, MOST if number < easy else 0, [Mark(0.0)])
+        for _ in range(4):
+            learn(planner, [text], MOST, MOST if each == "e" else 0, [Mark(0.0)])
         planner.controller.forget(text)
-    assert planner.width("draft", [request()], 0, 16) == MOST
-    assert planner.width("draft", [request() for _ in range(8)], 0, 16) == width
+    assert planner.width("draft", [request()], 0, 16) == one
+    assert planner.width("draft", [request() for _ in range(8)], 0, 16) == several
