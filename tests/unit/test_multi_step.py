@@ -15,7 +15,7 @@ from fake_device import FakeDevice
 from outrider import LLM, SamplingParams
 from outrider.device import Cpu
 from outrider.multi_step.loop import read_results
-from outrider.multi_step.planner import MAX_SECONDS, MIN_STEPS, RunLength, best_length
+from outrider.multi_step.planner import MAX_READ, MAX_SECONDS, MIN_STEPS, RunLength, best_length
 from outrider.multi_step.progress import (
     ENDED_ROWS,
     LOOKUPS,
@@ -653,16 +653,35 @@ def test_a_run_without_drafts_learns_what_lookups_are_worth(tiny_llm, monkeypatc
     monkeypatch.setattr(runs.planner, "learn_step", lambda request, step, width: learned.append((step, width)))
     assert [one.completions for one in llm.generate(prompts, PARAMS)] == plain
     assert learned and all(width == 8 for _, width in learned)
-    forgotten: list[int] = []
-    release, launch, others = drafter.release, runs._launch, len(drafter.states)
-    monkeypatch.setattr(drafter, "release", lambda requests: forgotten.append(len(drafter.states)) or release(requests))
+    others, launch = [*drafter.states.values()], runs._launch  # the engine's own text
+    read_too_far: list[object] = []
 
     def fail_once(*given):  # type: ignore[no-untyped-def]
+        assert not any(state is failed for state in drafter.states.values() for failed in read_too_far)
         fences = launch(*given)
-        if not forgotten:
+        if not read_too_far:
+            read_too_far.extend(state for state in drafter.states.values() if state not in others)
             raise RuntimeError("the run failed")
         return fences
 
     monkeypatch.setattr(runs, "_launch", fail_once)
     assert [one.completions for one in llm.generate(prompts, PARAMS)] == plain
-    assert forgotten[0] == others + len(prompts)
+    assert len(read_too_far) == len(prompts)
+
+
+def test_lookups_beside_runs_leave_the_host_time_for_grammars_and_long_prompts(
+    tiny_llm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.engine.open_device", lambda backend: FakeDevice())
+    llm = tiny_llm(speculate="ngram", decode_steps=8)
+    planner = llm.engine.runner.multi_step.planner
+    monkeypatch.setattr(planner.controller, "plan_uniform", lambda *given: 0)
+    learned: list[Request] = []
+    monkeypatch.setattr(planner, "learn_step", lambda request, step, width: learned.append(request))
+    structured = replace(PARAMS, structured=StructuredOutput("regex", "[a-f]{60}"), ignore_eos=False)
+    llm.generate([PROMPT], structured)
+    assert not learned
+    llm.generate([PROMPT], PARAMS)
+    assert learned
+    short, long = steady("short", [0] * MAX_READ), steady("long", [0] * (MAX_READ + 1))
+    assert planner.readable("ngram", [short, long]) == {short}

@@ -297,12 +297,15 @@ def readable_planner(count: int) -> RunPlanner:
     return planner
 
 
-def test_nothing_is_drafted_before_steps_without_drafts_tell_what_lookups_are_worth() -> None:
-    planner, text = readable_planner(1), request()
-    assert planner.width("draft", [text], 0, 16) == 0
-    learn(planner, [text], MOST, MOST, [Mark(0.0)])
-    planner.controller.skip(text, 15)  # the run had 16 steps, one of which was planned
-    assert planner.width("draft", [text], 0, 16) == MOST
+def test_a_batch_is_not_drafted_before_steps_without_drafts_tell_what_lookups_are_worth() -> None:
+    """One text alone is: no other waits for it."""
+    planner, texts = readable_planner(2), [request(), request()]
+    assert planner.width("draft", texts[:1], 0, 16) > 0
+    assert planner.width("draft", texts, 0, 16) == 0
+    learn(planner, texts, MOST, MOST, [Mark(0.0)])
+    for text in texts:
+        planner.controller.skip(text, 15)  # the run had 16 steps, one of which was planned
+    assert planner.width("draft", texts, 0, 16) == MOST
 
 
 def test_a_batch_is_planned_again_after_as_many_steps_as_it_has_texts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,3 +352,11 @@ def test_new_texts_are_expected_to_differ_as_earlier_ones_did(easy: str, one: in
         planner.controller.forget(text)
     assert planner.width("draft", [request()], 0, 16) == one
     assert planner.width("draft", [request() for _ in range(8)], 0, 16) == several
+
+
+def test_a_text_with_one_draft_tells_nothing_of_later_ones() -> None:
+    planner, text = readable_planner(2), request()
+    planner.width("draft", [text], 0, 16)
+    planner.learn_step(text, DecodeStep(Draft([7] * MOST), [7] * MOST + [3]), MOST)
+    planner.controller.forget(text)
+    assert planner.width("draft", [request(), request()], 0, 16) == 0

@@ -70,8 +70,8 @@ class RunPlanner:
         return {request for request in requests if len(request.prompt) <= MAX_READ}
 
     def unverified(self, name: str, requests: Sequence[Request]) -> UnverifiedDrafts | None:
-        """Return what learns from a run without drafts, if the method is a lookup and its width adapts."""
-        readable = self.readable(name, requests) if self.learns(name) else set()
+        """Return what learns from a run without drafts, if the method is a lookup."""
+        readable = self.readable(name, requests)
         if not readable:
             return None
         drafter = cast(LookupDrafter[Any], self.spec_manager.drafter(name))

@@ -301,6 +301,14 @@ def test_parts_of_few_rows_have_work(outputs: int, columns: int, chosen: Callabl
     assert columns // tile.columns >= tile.parts
 
 
+def test_gated_matmuls_of_few_rows_have_one_tile_for_all_sizes(chosen: Callable[..., Tiling]) -> None:
+    """Also one with as many outputs as an LM head."""
+    shapes = ((16384, 2048), (28672, 4096), (57344, 8192))
+    assert (
+        len({chosen(outputs, columns, True, 5, kind) for outputs, columns in shapes for kind in ("fp8", "int4")}) == 1
+    )
+
+
 def test_prompts_of_the_warm_up_have_all_tilings(chosen: Callable[..., Tiling]) -> None:
     """A kernel is compiled for the rows of a tile, and for a split matrix."""
     assert min(warm_up.PROMPTS) > graphs.MAX_TOKENS and max(warm_up.PROMPTS) > matmul.EXPANDED_ROWS

@@ -405,14 +405,14 @@ def _spread(states: Sequence[State], limits: Sequence[int], readable: Sequence[b
 
     All new texts have the mean of earlier ones, among which the slow ones of a batch would not be seen. So they take
     the acceptance of earlier texts, each of another one, from the hardest to the easiest. Before a text has ended,
-    `readable` ones are expected to accept nothing: what they accept is soon known without drafts.
+    `readable` ones are expected to accept nothing, unless one is alone: what they accept is soon known without drafts.
     """
-    spread = []
+    spread, several = [], len(states) > 1
     ended = sorted(states[0].history.ended, key=sum)
     for index, (state, limit) in enumerate(zip(states, limits, strict=True)):
         state.limit = max(state.limit, limit)
         own, known = state.rates.acceptance(limit), state.known
-        if known < 1 and (ended or readable[index]):
+        if known < 1 and (ended or (several and readable[index])):
             earlier = ended[(2 * index + 1) * len(ended) // (2 * len(states))] if ended else [0.0] * limit
             mixed = [known * rate + (1 - known) * other for rate, other in zip(own, earlier, strict=False)]
             own[: len(mixed)] = mixed
