@@ -339,19 +339,21 @@ def test_texts_of_a_lookup_are_not_probed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("easy", "one", "several"), [("eeeeeeee", MOST, MOST), ("eehheehe", MOST, 0), ("hhheeehh", 0, 0)]
+    ("easy", "two", "eight"), [("eeeeeeee", MOST, MOST), ("eeehheee", MOST, 0), ("hhehhheh", 0, 0)]
 )
-def test_new_texts_are_expected_to_differ_as_earlier_ones_did(easy: str, one: int, several: int) -> None:
-    """By the mean of easy and hard texts drafts would pay for all of them. One text is expected to be the median."""
+def test_new_texts_are_expected_to_differ_as_earlier_ones_did(easy: str, two: int, eight: int) -> None:
+    """Two of them as one of the harder and one of the easier half, eight as all of eight earlier ones."""
     planner = readable_planner(8)
+    for batch_size, each in product((2, 2), run_widths(MOST)):
+        planner.observe_latency("draft", batch_size, each, marks(1.0 + 0.2 * each, 0.0))
     for each in easy:
         text = request()
         planner.width("draft", [text], 0, 16)
         for _ in range(4):
             learn(planner, [text], MOST, MOST if each == "e" else 0, [Mark(0.0)])
         planner.controller.forget(text)
-    assert planner.width("draft", [request()], 0, 16) == one
-    assert planner.width("draft", [request() for _ in range(8)], 0, 16) == several
+    assert planner.width("draft", [request() for _ in range(2)], 0, 16) == two
+    assert planner.width("draft", [request() for _ in range(8)], 0, 16) == eight
 
 
 def test_a_text_with_one_draft_tells_nothing_of_later_ones() -> None:

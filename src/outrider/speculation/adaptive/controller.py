@@ -401,22 +401,24 @@ class AdaptiveController:
 
 
 def _spread(states: Sequence[State], limits: Sequence[int], readable: Sequence[bool]) -> list[list[float]]:
-    """Return the acceptance of drafts up to `limits`, for texts that are hardly known that of texts which have ended.
+    """Return the acceptance of drafts up to `limits`, for texts of a batch that are hardly known that of earlier texts.
 
-    All new texts have the mean of earlier ones, among which the slow ones of a batch would not be seen. So they take
-    the acceptance of earlier texts, each of another one, from the hardest to the easiest. Before a text has ended,
-    `readable` ones are expected to accept nothing, unless one is alone: what they accept is soon known without drafts.
+    All new texts have the mean of earlier ones, among which the slow ones of the batch would not be seen. So they take
+    the acceptance of texts that have ended, each of another one, from the hardest to the easiest. Before a text has
+    ended, `readable` ones are expected to accept nothing: what they accept is soon known without drafts.
     """
-    spread, several = [], len(states) > 1
-    ended = sorted(states[0].history.ended, key=sum)
-    for index, (state, limit) in enumerate(zip(states, limits, strict=True)):
+    for state, limit in zip(states, limits, strict=True):
         state.limit = max(state.limit, limit)
-        own, known = state.rates.acceptance(limit), state.known
-        if known < 1 and (ended or (several and readable[index])):
-            earlier = ended[(2 * index + 1) * len(ended) // (2 * len(states))] if ended else [0.0] * limit
+    spread = [state.rates.acceptance(limit) for state, limit in zip(states, limits, strict=True)]
+    if len(states) == 1:  # no other text waits for its drafts
+        return spread
+    ended = sorted(states[0].history.ended, key=sum)
+    for index, (state, own) in enumerate(zip(states, spread, strict=True)):
+        known = state.known
+        if known < 1 and (ended or readable[index]):
+            earlier = ended[(2 * index + 1) * len(ended) // (2 * len(states))] if ended else [0.0] * len(own)
             mixed = [known * rate + (1 - known) * other for rate, other in zip(own, earlier, strict=False)]
             own[: len(mixed)] = mixed
-        spread.append(own)
     return spread
 
 
