@@ -11,6 +11,7 @@ import torch
 from fake_runner import make
 
 import tiny_heads
+from backends import settings
 from fake_device import FakeDevice
 from outrider import LLM, SamplingParams
 from outrider.device import Cpu
@@ -641,12 +642,22 @@ def test_each_text_gets_a_lookup_within_a_few_steps() -> None:
     assert max(map(len, steps)) == LOOKUPS
 
 
-def test_a_run_without_drafts_learns_what_lookups_are_worth(tiny_llm, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["cpu", "reference"])
+def recording_llm(request: pytest.FixtureRequest, tiny_folder, monkeypatch: pytest.MonkeyPatch):
+    """Make an LLM on the host over a device that records, whatever backends the other tests have."""
+    monkeypatch.setattr("outrider.engine.open_device", lambda backend: FakeDevice())
+
+    def make(**options: object) -> LLM:
+        return LLM(str(tiny_folder()), **{**settings(request.param), **options})
+
+    return make
+
+
+def test_a_run_without_drafts_learns_what_lookups_are_worth(recording_llm, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, the lookup forgets the texts, which it has read too far; the next runs have each text alone."""
     prompts = [PROMPT, [9, 8, 7]]
-    plain = [one.completions for one in tiny_llm(decode_steps=8).generate(prompts, PARAMS)]
-    monkeypatch.setattr("outrider.engine.open_device", lambda backend: FakeDevice())
-    llm = tiny_llm(speculate="ngram", decode_steps=8)
+    plain = [one.completions for one in recording_llm(decode_steps=8).generate(prompts, PARAMS)]
+    llm = recording_llm(speculate="ngram", decode_steps=8)
     runs, drafter = llm.engine.runner.multi_step, llm.engine.spec_manager.methods["ngram"]
     monkeypatch.setattr(runs.planner.controller, "plan_uniform", lambda *given: 0)
     learned: list[tuple[DecodeStep, int]] = []
@@ -670,10 +681,9 @@ def test_a_run_without_drafts_learns_what_lookups_are_worth(tiny_llm, monkeypatc
 
 
 def test_lookups_beside_runs_leave_the_host_time_for_grammars_and_long_prompts(
-    tiny_llm, monkeypatch: pytest.MonkeyPatch
+    recording_llm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outrider.engine.open_device", lambda backend: FakeDevice())
-    llm = tiny_llm(speculate="ngram", decode_steps=8)
+    llm = recording_llm(speculate="ngram", decode_steps=8)
     planner = llm.engine.runner.multi_step.planner
     monkeypatch.setattr(planner.controller, "plan_uniform", lambda *given: 0)
     learned: list[Request] = []
