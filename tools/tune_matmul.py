@@ -3,7 +3,7 @@
 A matrix after the other takes the candidate with which the whole chain is fastest. Alone, other tilings win: under PDL
 the programs of a matmul start while those of the kernel before hold memory and registers of some multiprocessors. Each
 time is the median of several replays of a CUDA graph of about 32 layers, whose matrices exceed the cache. The results
-are printed as entries of TUNED (matmul.py) or MEASURED (quantized_matmul.py).
+are printed as entries of TUNED in matmul.py or quantized_matmul.py.
 
 Usage: tune_matmul.py [--models 8B,...] [--kinds float,int4,int8,fp8] [--rows 8,16,64]. All candidates of 8B in int4
 with 8 rows take about a minute on an H200, most of it for compilation, which uses all cores.
@@ -95,11 +95,13 @@ def candidates(kind: Kind, shape: Shape, rows: int) -> Iterator[Tiling]:
     for (tile_outputs, warps), columns, stages, parts in product(sizes, (128, 256, 512), (3, 4, 6), (1, 2, 4, 8)):
         programs = -(-outputs // tile_outputs) * parts
         steps = shape.columns / columns / parts  # of a program's loop
-        divided = shape.columns % (columns * (parts if kind == "float" else 1)) == 0
-        if not divided or steps < 1.5 or (shape.gated and parts > 2):
+        if shape.columns % columns or steps < 1.5 or (shape.gated and parts > 2):
             continue
         if programs >= 96 and (parts == 1 or programs <= 640) and tile_outputs * columns <= 1 << 15:
             yield Tiling(tile_outputs, columns, warps, stages, rows, parts)
+    for columns, warps in product((256, 512), (2, 4)):
+        if kind != "float" and rows == 8 and not shape.gated and shape.columns % columns == 0:
+            yield Tiling(16, columns, warps, 4, rows, slices=warps)
 
 
 def tiling_of(kind: Kind, shape: Shape, rows: int) -> Tiling:
@@ -198,7 +200,8 @@ def tune(chain: Chain, kind: Kind, shapes: dict[str, Shape], rows: int) -> None:
 
 
 def described(tile: Tiling) -> str:
-    return f"({tile.outputs}, {tile.columns}, {tile.warps}, {tile.stages}, {tile.parts})"
+    sliced = f", slices={tile.slices}" if tile.slices > 1 else ""
+    return f"({tile.outputs}, {tile.columns}, {tile.warps}, {tile.stages}, {tile.parts}{sliced})"
 
 
 def compile_tiling(job: Job) -> None:

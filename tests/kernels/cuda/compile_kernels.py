@@ -223,7 +223,7 @@ def range_attention() -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def tuned_matmuls() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield matmuls with the measured tilings. The matrices have fewer rows than those that were measured."""
+    """Yield matmuls with the tilings that GPUs use. The matrices have fewer rows than those that were measured."""
     from outrider.kernels.cases import inputs
     from outrider.kernels.cuda import matrices
     from outrider.kernels.cuda.epilogue import Biases
@@ -248,6 +248,9 @@ def tuned_matmuls() -> Iterator[tuple[str, Callable[[], object]]]:
     for (kind, outputs, columns, gated, rows), tile in quantized_matmul.TUNED.items():
         yield f"{kind} {outputs}x{columns}x{rows}", lambda k=kind, c=columns, g=gated, t=tile: run(k, c, g, t)
     shapes = ((3072, 1024, False), (1024, 1024, False), (1024, 3072, False), (3072, 1024, True))
+    for outputs, columns, gated in shapes:
+        tile = matmul.choose(2, outputs, columns, gated)
+        yield f"float {outputs}x{columns} by its form", lambda c=columns, g=gated, t=tile: run("float", c, g, t)
     for kind, (outputs, columns, gated), rows in product(("int4", "int8", "fp8"), shapes, quantized_matmul.USUAL):
         tile = quantized_matmul.choose(kind, outputs, columns, gated, rows, 1)
         yield f"{kind} {outputs}x{columns} of {rows} rows", lambda k=kind, c=columns, g=gated, t=tile: run(k, c, g, t)

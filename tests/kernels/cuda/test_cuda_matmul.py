@@ -213,9 +213,11 @@ def test_many_rows_dequantize_a_matrix_in_parts(kind: str, monkeypatch: pytest.M
         ("f16", Tiling(32, 128, 4, 3)),
         ("bf16", Tiling(16, 64, 4, 8)),
         ("bf16", Tiling(64, 256, 4, 4)),
+        ("bf16", Tiling(16, 32, 2, 4, parts=2, slices=2)),
         ("q5_1", Tiling(32, 128, 4, 3)),
         ("q8_0", Tiling(16, 128, 4, 3, rows=8)),
         ("q4_1", Tiling(32, 128, 4, 3)),
+        ("q4_1", Tiling(16, 128, 4, 3, rows=8, slices=4)),
         ("q6_k", Tiling(64, 128, 4, 3, parts=2)),
         ("fp8", Tiling(64, 128, 4, 3)),
     ],
@@ -292,6 +294,17 @@ def test_a_tiling_divides_its_matrix_and_fills_the_gpu(
             assert programs * tile.parts <= most
         steps = columns // tile.columns / tile.parts  # of a program's loop, on average
         assert known or 2 * programs * tile.parts > most or steps < 6
+
+
+@pytest.mark.parametrize(("outputs", "columns", "gated"), [*SHAPES, *quantized_matmul.SHAPES, (896, 896, False)])
+def test_parts_of_a_float_matrix_fill_the_gpu_once(
+    outputs: int, columns: int, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matmul, "INTERPRETED", False)
+    tile = matmul.choose.__wrapped__(torch.bfloat16.itemsize, outputs, columns, gated)
+    programs, steps = tile.parts * -(-outputs // (1 + gated) // tile.outputs), -(-columns // tile.columns)
+    assert tile.parts == 1 or (programs <= 132 and steps >= 2 * tile.parts)
+    assert 2 * programs > 132 or steps < 4 * tile.parts
 
 
 @pytest.mark.parametrize(("outputs", "columns"), [(8192, 128), (2048, 256), (57344, 256), (1024, 65536)])
@@ -379,14 +392,16 @@ TILINGS = {
     "one step in slices": Tiling(16, 256, 4, 1, rows=8, slices=4),
     "several steps in slices": Tiling(16, 64, 4, 2, slices=2),
     "parts of one step": Tiling(16, 64, 4, 1, rows=8, parts=3, slices=2),
+    "parts of unequal length": Tiling(16, 64, 4, 2, parts=2),
 }
-GATED = [(name, "silu") for name, tile in TILINGS.items() if tile.parts == 1]  # others are not cut into parts
 QUANTIZED_TILINGS = {
     "one part": Tiling(16, 128, 4, 1),
     "several chunks, eight rows": Tiling(16, 256, 4, 2, rows=8),
     "three parts, many rows": Tiling(32, 256, 2, 2, parts=3, rows=128),
     "parts of unequal length": Tiling(16, 128, 4, 2, rows=8, parts=4),
     "more parts than are loaded at once": Tiling(16, 128, 4, 2, rows=8, parts=6),
+    "slices of a chunk": Tiling(16, 256, 2, 2, rows=8, slices=2),
+    "slices within a chunk, in parts": Tiling(16, 128, 4, 2, parts=2, slices=4),
 }
 
 
@@ -397,7 +412,8 @@ def gated_if(activation: Activation | None, product: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
-@pytest.mark.parametrize(("name", "activation"), [*[(name, None) for name in TILINGS], *GATED])
+@pytest.mark.parametrize("name", TILINGS)
+@pytest.mark.parametrize("activation", [None, "silu"])
 def test_any_tiling_gives_the_same_matmul(name: str, activation: Activation | None) -> None:
     columns, outputs = 192, 21
     stored = weight("bf16", outputs * (1 if activation is None else 2), columns)
@@ -410,9 +426,8 @@ def test_any_tiling_gives_the_same_matmul(name: str, activation: Activation | No
 
 
 @pytest.mark.parametrize("kind", ["q4_1", "q4_k", "q5_k", "q6_k", "q8_0", "fp8"])
-@pytest.mark.parametrize(
-    ("name", "activation"), [*[(name, None) for name in QUANTIZED_TILINGS], ("several chunks, eight rows", "silu")]
-)
+@pytest.mark.parametrize("name", QUANTIZED_TILINGS)
+@pytest.mark.parametrize("activation", [None, "silu"])
 def test_any_tiling_gives_the_same_quantized_matmul(name: str, activation: Activation | None, kind: str) -> None:
     columns, outputs = 768, 21
     stored = weight(kind, outputs * (1 if activation is None else 2), columns)

@@ -1,9 +1,15 @@
 """Helpers of all Triton kernels: the device (a GPU, or the CPU under Triton's interpreter), rounding, PDL.
 
-Programmatic dependent launch (PDL, compute capability 9): a kernel starts before its predecessor has ended. A kernel
-that is launched with LAUNCH calls `wait` before it touches memory that another kernel reads or writes. Before that it
-may prefetch weights, which no kernel writes. Its predecessor has waited too, so all earlier kernels have ended. Kernels
-without PDL keep the usual order.
+Programmatic dependent launch (PDL, compute capability 9): a kernel starts when all programs of the one before have
+released it or ended. A kernel that is launched with LAUNCH calls `wait` before it touches memory that another kernel
+of the pass reads or writes. `wait` returns when the kernel before has ended; that one has waited too, so all earlier
+kernels have ended. Before it, a kernel may load weights, which no kernel writes.
+
+Rope and attention also load the batch before they wait: its writer has ended by then, because a kernel releases the
+next one after its own wait. Norms alone release before it, so that the matmul behind them loads weights meanwhile. So a
+norm must not follow the writer of a batch directly, with rope or attention behind it.
+
+Kernels without PDL keep the usual order.
 """
 
 from __future__ import annotations
@@ -29,7 +35,10 @@ EMULATED: tl.constexpr = tl.constexpr(INTERPRETED)
 _SUPPORTED = not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 PDL_ENABLED: tl.constexpr = tl.constexpr(_SUPPORTED)
 LAUNCH: dict[str, bool] = {"launch_pdl": True} if _SUPPORTED else {}
-LANES: tl.constexpr = tl.constexpr(128)
+
+WAIT = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p griddepcontrol.wait; mov.b32 $0, $1; }"
+WAIT_ALONE = tl.constexpr(WAIT)
+WAIT_AND_RELEASE = tl.constexpr(WAIT.replace("wait;", "wait; @p griddepcontrol.launch_dependents;"))
 
 
 def _count_compilations() -> None:
@@ -113,25 +122,21 @@ def wait(release: tl.constexpr = True):
 
 
 @triton.jit
+def after_wait(number, waits, release: tl.constexpr = True):
+    """Return `number`, after the work of `wait` if `waits`.
+
+    What is loaded at addresses that depend on the result is loaded after the wait, also in a pipelined loop.
+    """
+    if PDL_ENABLED:
+        code: tl.constexpr = WAIT_AND_RELEASE if release else WAIT_ALONE
+        number = tl.inline_asm_elementwise(
+            code, "=r,r,r", [number, waits.to(tl.int32)], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return number
+
+
+@triton.jit
 def release():
     """Let the next kernel start when all programs of this one have come here or ended."""
     if PDL_ENABLED:
         cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def fetch(rows, stride: tl.constexpr, size: tl.constexpr):
-    """Prefetch the first `size` bytes of each of `rows` into L2: pointers [n], `stride` bytes apart."""
-    pieces: tl.constexpr = LANES // rows.shape[0] if rows.shape[0] < LANES else 1
-    share: tl.constexpr = (size if size < stride else stride) // pieces // 16 * 16
-    if PDL_ENABLED and share > 0 and stride % 16 == 0:
-        # One request per lane: rows [n] spread over [n, pieces].
-        address = rows.to(tl.int64)[:, None] + share * tl.arange(0, pieces)[None, :]
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-            "=r,l,r",
-            [address, tl.full(address.shape, share, tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )

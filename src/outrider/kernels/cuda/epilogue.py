@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .device import rounded, shared_memory
+from .device import multiply, rounded, shared_memory
 from .matrices import PER_WORD, Matrix
 from .pointwise import apply_gate
 
 ROWS = 16  # rows of activations per program: one tensor-core tile, so that 1 and 16 rows cost the same
-EARLY: tl.constexpr = tl.constexpr(16)  # rows per program up to which the residual is loaded before the loop
+EARLY: tl.constexpr = tl.constexpr(16)  # rows per program up to which all parts load the residual
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,7 @@ class Tiling:
     stages: int  # software-pipelining stages
     rows: int = ROWS  # of activations per program
     parts: int = 1  # split-k factor, for matrices with too few outputs to fill the GPU
-    ahead: int = 1 << 16  # bytes of the matrix that a program prefetches under PDL
-    slices: int = 1  # float: column slices of an iteration, distributed over warps that outputs and rows leave idle
+    slices: int = 1  # column slices of an iteration, one for each warp; 1: warps share the outputs
 
 
 class Biases(NamedTuple):
@@ -64,11 +63,39 @@ def fitting_stages(tile: Tiling, matrix: Matrix, states: torch.dtype, gated: boo
 
 
 @triton.jit
+def lines_of(index, outputs, output_block: tl.constexpr, activation: tl.constexpr):
+    """Return the rows of the matrix that tile `index` multiplies, int64. Of a gated matmul: gate, then up.
+
+    Programs at the edge read the last row again, so that loads need no row mask.
+    """
+    halves: tl.constexpr = 1 if activation is None else 2
+    line = tl.arange(0, halves * output_block)
+    own = tl.minimum(index * output_block + line % output_block, outputs - 1).to(tl.int64)
+    return own + line // output_block * outputs
+
+
+@triton.jit
+def zeros(outputs: tl.constexpr, rows: tl.constexpr, slices: tl.constexpr):
+    return tl.zeros([outputs, rows], tl.float32) if slices == 1 else tl.zeros([slices, outputs, rows], tl.float32)
+
+
+@triton.jit
+def add_matmul(left, right, total, slices: tl.constexpr):
+    """Return total + left [outputs, columns] @ right [columns, rows]: [outputs, rows], or one per slice."""
+    if slices > 1:
+        outputs: tl.constexpr = left.shape[0]
+        span: tl.constexpr = left.shape[1] // slices
+        left = tl.permute(tl.reshape(left, [outputs, slices, span]), (1, 0, 2))
+        right = tl.reshape(right, [slices, span, right.shape[1]])
+    return multiply(left, right, total)
+
+
+@triton.jit
 def read_addends(biases, out, row, output, rows, outputs, activation: tl.constexpr, add: tl.constexpr):
     """Load what `finish` adds: biases [output_block, 1], residual [output_block, row_block]; zeros if there are none.
 
-    Kernels call it before their loop, which hides the latency. With many rows `finish` loads the residual, because the
-    loop needs the registers.
+    Kernels call it before they add the parts of split-k, which hides the latency. With many rows `finish` loads the
+    residual, because each part would load all of it.
     """
     bias = _read_bias(biases.first, output, outputs)
     up_bias = bias
@@ -82,8 +109,7 @@ def read_addends(biases, out, row, output, rows, outputs, activation: tl.constex
 
 @triton.jit
 def finish(
-    total,  # [output_block, row_block]
-    other_total,
+    total,  # [output_block, row_block]; of a gated matmul [2 * output_block, row_block]: gate above up
     addends,
     deltas,
     out,
@@ -96,6 +122,10 @@ def finish(
 ):
     """Apply bias, gate and residual to the sums, and store them."""
     bias, up_bias, residual = addends
+    other_total = total
+    if activation is not None:
+        both = tl.reshape(total, [2, output.shape[0], row.shape[0]])
+        total, other_total = tl.split(tl.permute(both, (1, 2, 0)))
     total += bias
     kept = (row < rows)[None, :] & (output < outputs)[:, None]
     if activation is not None:

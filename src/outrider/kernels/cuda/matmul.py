@@ -2,13 +2,15 @@
 
 The kernel for float matrices multiplies [outputs, columns] of the matrix with [columns, rows], accumulating in fp32.
 The matrix is the left factor, so that the long side of the tensor-core tile runs along its rows. Fused: RMS norm (its
-weight when x is read, its scale after the loop), bias, the gate of an MLP, the residual. A batch-invariant matrix
-always takes the fused kernel, 16 rows at a time: its sums have one order for any T. Tilings depend on the shape of the
-matrix alone. Quantized matrices: see quantized_matmul.py.
+weight when x is read, its scale after the loop), bias, the gate of an MLP, the residual. The first weights of a program
+are loaded before it waits for the kernel that computes x. A batch-invariant matrix always takes the fused kernel, 16
+rows at a time: its sums have one order for any T. Tilings depend on the shape of the matrix alone. Quantized matrices:
+see quantized_matmul.py.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,8 +21,8 @@ from torch import Tensor
 
 from ..structures import Activation
 from . import quantized_matmul
-from .device import INTERPRETED, LAUNCH, fetch, multiply, rounded, wait
-from .epilogue import ROWS, Biases, SplitK, Tiling, finish, fitting_stages, read_addends
+from .device import INTERPRETED, LAUNCH, after_wait, loop_bound, rounded, wait
+from .epilogue import ROWS, Biases, SplitK, Tiling, add_matmul, finish, fitting_stages, lines_of, read_addends, zeros
 from .matrices import Matrix
 from .pointwise import gate, rms_norm
 
@@ -45,25 +47,18 @@ class TileShape(NamedTuple):
     output_block: int
     column_block: int
     parts: int
-    ahead: int
     slices: int
 
 
 EMULATED = Tiling(128, 128, 4, 1)  # in the interpreter a tile costs the same whatever its size
-# Measured on an H200 with whole decode steps: (bytes per weight, N, K, gated) of common models.
+MULTIPROCESSORS = 132  # of an H200: split-k makes at most as many programs
+# Measured on an H200, where `choose` is slower: (bytes per weight, N, K, gated).
 TUNED: dict[tuple[int, int, int, bool], Tiling] = {
-    (2, 6144, 4096, False): Tiling(64, 128, 4, 6, ahead=1 << 15),
-    (2, 4096, 4096, False): Tiling(64, 128, 4, 6, parts=2, ahead=1 << 15),
-    (2, 28672, 4096, True): Tiling(64, 128, 4, 4, ahead=1 << 15),
-    (2, 4096, 14336, False): Tiling(64, 128, 4, 6, parts=2),
-    (2, 128256, 4096, False): Tiling(64, 128, 4, 4),
-    (2, 32000, 4096, False): Tiling(128, 64, 4, 5, ahead=1 << 14),
-    (2, 4096, 12288, False): Tiling(64, 128, 4, 6, parts=2),
-    (2, 960, 576, False): Tiling(16, 1024, 4, 1, rows=8, ahead=0, slices=4),
-    (2, 576, 576, False): Tiling(16, 1024, 4, 1, rows=8, ahead=0, slices=4),
-    (2, 3072, 576, True): Tiling(16, 64, 2, 8, rows=8, ahead=0),
-    (2, 576, 1536, False): Tiling(16, 2048, 8, 1, rows=8, ahead=0, slices=8),
+    (2, 32000, 4096, False): Tiling(128, 64, 4, 5),
     (2, 49152, 576, False): Tiling(128, 64, 4, 5),
+    (2, 19456, 2560, True): Tiling(32, 128, 4, 6),
+    (2, 22016, 2048, True): Tiling(32, 128, 4, 6),
+    (2, 34816, 5120, True): Tiling(32, 128, 4, 6),
 }
 
 
@@ -75,6 +70,7 @@ def tiling(matrix: Matrix, gated: bool) -> Tiling:
 
 @cache
 def choose(size: int, outputs: int, columns: int, gated: bool) -> Tiling:
+    """Return the tiling of a matrix by its form: measured on an H200 in chains of layers of 0.5B to 14B."""
     if INTERPRETED:
         return EMULATED
     found = TUNED.get((size, outputs, columns, gated))
@@ -82,14 +78,16 @@ def choose(size: int, outputs: int, columns: int, gated: bool) -> Tiling:
         return found
     if size == torch.float32.itemsize:
         return Tiling(16, 64, 4, 3)
-    if outputs < 2048:  # small tiles, so that there are enough programs for the GPU
-        if columns <= 2048 and not gated:  # the whole matrix is loaded before the states are ready
-            warps = 4 if columns <= 1024 else 8
-            step = max(128, 1 << (columns - 1).bit_length())
-            return Tiling(16, step, warps, 1, rows=8, ahead=0, slices=warps)
-        return Tiling(16, 128, 4, 5) if columns % 128 == 0 else Tiling(16, 64, 4, 8)
-    # With 64 outputs a warpgroup uses wgmma, and fewer programs read the states.
-    return Tiling(64, 128, 4, 4) if gated or outputs >= 16384 else Tiling(64, 128, 4, 6)
+    if outputs < 2048 and columns <= 2048 and not gated:  # the whole tile is loaded before the states are ready
+        warps = 4 if columns <= 1024 else 8
+        step = max(128, 1 << (columns - 1).bit_length())
+        return Tiling(16, step, warps, 1, rows=8, slices=warps)
+    # With 64 lines a warpgroup uses wgmma, and fewer programs read the states.
+    tile = Tiling(32, 128, 4, 4) if gated else Tiling(64, 128, 4, 4 if outputs >= 16384 else 6)
+    programs, parts = triton.cdiv(outputs // 2 if gated else outputs, tile.outputs), 1
+    while 2 * parts * programs <= MULTIPROCESSORS and columns >= 4 * parts * tile.columns:
+        parts *= 2
+    return replace(tile, parts=parts)
 
 
 def matmul(
@@ -193,7 +191,8 @@ def launch(
     blocks, tiles = triton.cdiv(tokens, tile.rows), triton.cdiv(outputs, tile.outputs)
     split = SplitK(None, None)
     if tile.parts > 1:
-        scratch = torch.empty(blocks * tiles * tile.parts, (tile.outputs + 1) * tile.rows, device=x.device)
+        lines = tile.outputs * (1 if activation is None else 2)
+        scratch = torch.empty(blocks * tiles * tile.parts, (lines + 1) * tile.rows, device=x.device)
         # Each call leaves the counters at 0. For several blocks of rows they are allocated per call.
         counters = (
             matrix.split_counters if blocks == 1 else torch.zeros(blocks * tiles, dtype=torch.int32, device=x.device)
@@ -210,7 +209,7 @@ def launch(
         outputs,
         eps,
         operation=Operation(matrix.shape[1], DTYPES[matrix.compute], activation, add),
-        shape=TileShape(tile.rows, tile.outputs, tile.columns, tile.parts, tile.ahead, tile.slices),
+        shape=TileShape(tile.rows, tile.outputs, tile.columns, tile.parts, tile.slices),
         num_warps=tile.warps,
         num_stages=fitting_stages(tile, matrix, x.dtype, activation is not None),
         **LAUNCH,
@@ -272,64 +271,62 @@ def matmul_tile(
     parts: tl.constexpr = shape.parts
     slices: tl.constexpr = shape.slices
     even: tl.constexpr = columns % column_block == 0  # loads need no column mask
-    share: tl.constexpr = columns // parts
+    all_steps: tl.constexpr = (columns + column_block - 1) // column_block
     row = tl.program_id(0) * row_block + tl.arange(0, row_block)
     output = tl.program_id(1) * output_block + tl.arange(0, output_block)
-    # Programs at the edge read the last row again, so that loads need no row mask.
-    line = tl.minimum(output, outputs - 1).to(tl.int64)
-    stride_bytes: tl.constexpr = columns * matrix.dtype.element_ty.primitive_bitwidth // 8
-    own = matrix + line * columns + tl.program_id(2) * share
-    fetch(own, stride_bytes // parts, shape.ahead // output_block)
-    if activation is not None:
-        fetch(own + outputs.to(tl.int64) * columns, stride_bytes // parts, shape.ahead // output_block)
-    single: tl.constexpr = share <= column_block  # the whole tile is loaded before the states are ready
-    first = tl.program_id(2) * share
-    if single:
-        tile, other = _read_tiles(matrix, line, outputs, first, column_block, operation)
-    wait()
-    addends = read_addends(biases, out, row, output, rows, outputs, activation, operation.add)
-    total = _zeros(output_block, row_block, slices)
-    other_total = _zeros(output_block, row_block, slices)
+    line = lines_of(tl.program_id(1), outputs, output_block, activation)
+    total = zeros(line.shape[0], row_block, slices)
     squares = tl.zeros([column_block, row_block], tl.float32)
-    for step in range(0, share, column_block):
-        first = tl.program_id(2) * share + step
-        if not single:
-            tile, other = _read_tiles(matrix, line, outputs, first, column_block, operation)
+    if all_steps == parts:
+        # The whole tile is loaded before the states are ready.
+        first = tl.program_id(2) * column_block
+        tile = read_tile(matrix, line, first, column_block, operation)
+        wait()
+        addends = read_addends(biases, out, row, output, rows, outputs, activation, operation.add)
         column = first + tl.arange(0, column_block)
         right, squares = _states(x, norm, squares, row, column, rows, columns, even, compute)
-        total = _add_matmul(tile, right, total, slices)
-        if activation is not None:
-            other_total = _add_matmul(other, right, other_total, slices)
+        total = add_matmul(tile, right, total, slices)
+    else:
+        begin = tl.program_id(2) * all_steps // parts
+        end = (tl.program_id(2) + 1) * all_steps // parts
+        for step in range(loop_bound(begin), loop_bound(end)):
+            tile = read_tile(matrix, line, step * column_block, column_block, operation)
+            # The first weights are on their way.
+            column = after_wait(step, step == begin) * column_block + tl.arange(0, column_block)
+            right, squares = _states(x, norm, squares, row, column, rows, columns, even, compute)
+            total = add_matmul(tile, right, total, slices)
+        wait(release=False)
+        addends = read_addends(biases, out, row, output, rows, outputs, activation, operation.add)
     size = tl.sum(squares, 0)  # [row_block]
     if slices > 1:
-        total, other_total = tl.sum(total, 0), tl.sum(other_total, 0)
+        total = tl.sum(total, 0)
     if parts == 1:
-        _finish(total, other_total, size, norm, addends, biases.deltas, out, row, output, rows, outputs, eps, operation)
+        _finish(total, size, norm, addends, biases.deltas, out, row, output, rows, outputs, eps, operation)
     else:
         offset = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        length: tl.constexpr = (output_block + 1) * row_block
-        lane = tl.arange(0, output_block)[:, None] * row_block + tl.arange(0, row_block)[None, :]
-        end = output_block * row_block + tl.arange(0, row_block)
+        lines: tl.constexpr = total.shape[0]
+        length: tl.constexpr = (lines + 1) * row_block
+        lane = tl.arange(0, lines)[:, None] * row_block + tl.arange(0, row_block)[None, :]
+        last = lines * row_block + tl.arange(0, row_block)
         own = split.scratch + (offset * parts + tl.program_id(2)) * length
         tl.store(own + lane, total)
-        tl.store(own + end, size)
+        tl.store(own + last, size)
         tl.debug_barrier()  # all writes of this program come before its count
         if tl.atomic_add(split.counters + offset, 1, sem="acq_rel") == parts - 1:
             # The last program adds all parts in their order, so that the sum does not depend on which one is last.
             tl.store(split.counters + offset, 0)
-            total = tl.zeros([output_block, row_block], tl.float32)
+            total = tl.zeros([lines, row_block], tl.float32)
             size = tl.zeros([row_block], tl.float32)
             for part in tl.static_range(parts):
                 piece = split.scratch + (offset * parts + part) * length
                 total += tl.load(piece + lane, cache_modifier=".cg")
-                size += tl.load(piece + end, cache_modifier=".cg")
-            _finish(total, total, size, norm, addends, biases.deltas, out, row, output, rows, outputs, eps, operation)
+                size += tl.load(piece + last, cache_modifier=".cg")
+            _finish(total, size, norm, addends, biases.deltas, out, row, output, rows, outputs, eps, operation)
 
 
 @triton.jit
 def _finish(
-    total,  # [output_block, row_block]
-    other_total,
+    total,  # [output_block, row_block]; of a gated matmul [2 * output_block, row_block]
     size,  # [row_block]: sums of squares
     norm,
     addends,
@@ -345,41 +342,13 @@ def _finish(
     """Apply the norm's scale to the sums, then bias, gate and residual, and store them."""
     activation: tl.constexpr = operation.activation  # as an argument, the member of a constant is no constant
     if norm is not None:
-        factor = tl.rsqrt(size / operation.columns + eps)[None, :]
-        total, other_total = total * factor, other_total * factor
-    finish(total, other_total, addends, deltas, out, row, output, rows, outputs, activation, operation.add)
+        total = total * tl.rsqrt(size / operation.columns + eps)[None, :]
+    finish(total, addends, deltas, out, row, output, rows, outputs, activation, operation.add)
 
 
 @triton.jit
-def _zeros(outputs: tl.constexpr, rows: tl.constexpr, slices: tl.constexpr):
-    return tl.zeros([outputs, rows], tl.float32) if slices == 1 else tl.zeros([slices, outputs, rows], tl.float32)
-
-
-@triton.jit
-def _add_matmul(left, right, total, slices: tl.constexpr):
-    """Return total + left [outputs, columns] @ right [columns, rows]: [outputs, rows], or one per slice."""
-    if slices > 1:
-        outputs: tl.constexpr = left.shape[0]
-        span: tl.constexpr = left.shape[1] // slices
-        left = tl.permute(tl.reshape(left, [outputs, slices, span]), (1, 0, 2))
-        right = tl.reshape(right, [slices, span, right.shape[1]])
-    return multiply(left, right, total)
-
-
-@triton.jit
-def _read_tiles(matrix, line, outputs, first, column_block: tl.constexpr, operation: tl.constexpr):
-    """Load a tile, and that of the other half of a gated matmul."""
-    activation: tl.constexpr = operation.activation
-    tile = _read_tile(matrix, line, first, column_block, operation)
-    other = tile
-    if activation is not None:
-        other = _read_tile(matrix, line + outputs, first, column_block, operation)
-    return tile, other
-
-
-@triton.jit
-def _read_tile(matrix, line, first, column_block: tl.constexpr, operation: tl.constexpr):
-    """Load rows `line` [output_block] int64 of the matrix, from column `first`: [outputs, columns]."""
+def read_tile(matrix, line, first, column_block: tl.constexpr, operation: tl.constexpr):
+    """Load rows `line` [n] int64 of the matrix, from column `first`: [n, columns]."""
     columns: tl.constexpr = operation.columns
     column = (first + tl.arange(0, column_block))[None, :]
     even: tl.constexpr = columns % column_block == 0  # loads need no column mask

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from ..structures import Activation, MoeWeights
 from .device import DEVICE, INTERPRETED, LAUNCH, loop_bound, on_device, rounded, wait
-from .epilogue import ROWS, Tiling, fitting_stages
+from .epilogue import ROWS, Tiling, add_matmul, fitting_stages
 from .matmul import DTYPES, Operation, gated_matmul, matmul
-from .matmul import _add_matmul as add_matmul
-from .matmul import _read_tiles as read_tiles
+from .matmul import read_tile as read_floats
 from .matrices import PADDED, Matrix, pack
 from .pointwise import apply_gate
 from .quantized_matmul import Words, enlarged, format_of, read_tile, true_size
@@ -394,7 +393,10 @@ def grouped_tile(
         other_total = tl.zeros([output_block, row_block], tl.float32)
         for first in range(0, columns, column_block):
             if format.kind == "float":
-                tile, other = read_tiles(words.data, line, outputs, first, column_block, operation)
+                tile = read_floats(words.data, line, first, column_block, operation)
+                other = tile
+                if activation is not None:
+                    other = read_floats(words.data, line + outputs, first, column_block, operation)
             else:
                 step = first // column_block
                 tile = read_tile(words, line, step, stride, scale_stride, chunks, format)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..structures import Activation
-from .device import LAUNCH, rounded, wait
+from .device import LAUNCH, release, rounded, wait
 from .matrices import SUM_FACTOR, UNITS, Matrix
 from .tables import looked_up
 
@@ -92,7 +92,8 @@ def _norm_row(x, weight, out, width, stride, eps, add: tl.constexpr, block: tl.c
     column = tl.arange(0, block)
     inside = column < width
     factor = tl.load(weight + column, mask=inside, other=0)  # no kernel writes it
-    wait()
+    release()  # a matmul that follows loads its first weights meanwhile
+    wait(release=False)
     value = tl.load(x + first + column, mask=inside, other=0).to(tl.float32)
     if add:
         residual = tl.load(out + first + column, mask=inside, other=0)

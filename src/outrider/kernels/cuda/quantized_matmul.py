@@ -3,8 +3,9 @@
 The kernel reads tiles of words through shared memory into the registers of the tensor cores' left factor, unpacks
 them there with about one instruction per weight, and multiplies. Layout and arithmetic of the words: matrices.py.
 Conversions of integers by the hardware are several times slower than memory, so the bits of a weight are placed into a
-float whose exponent is known. Sums are fp32. A batch-invariant matrix is cut into the
-same columns and parts for any T. The number of rows in a tile has no influence on the sums of a row.
+float whose exponent is known. Sums are fp32. The first words of a program are loaded before it waits for the kernel
+that computes the activations. A batch-invariant matrix is cut into the same columns and parts for any T. The number of
+rows in a tile has no influence on the sums of a row.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..structures import Activation
-from .device import EMULATED, INTERPRETED, LAUNCH, loop_bound, multiply, release, rounded, wait
-from .epilogue import ROWS, Biases, SplitK, Tiling, finish, fitting_stages, read_addends
+from .device import EMULATED, INTERPRETED, LAUNCH, after_wait, loop_bound, release, rounded, wait
+from .epilogue import ROWS, Biases, SplitK, Tiling, add_matmul, finish, fitting_stages, lines_of, read_addends, zeros
 from .matrices import MANY_OUTPUTS, MOST_TILES, PADDED, PER_WORD, SUM_FACTOR, UNITS, Matrix
 from .pointwise import e4m3_number
 from .tables import looked_up_nibbles
@@ -57,6 +58,7 @@ class TileShape(NamedTuple):
     output_block: int
     chunks: int
     split: bool
+    slices: int
 
 
 EMULATED_TILING = Tiling(128, PADDED, 4, 1)  # in the interpreter a tile costs the same whatever its size
@@ -190,18 +192,18 @@ def choose(kind: str, outputs: int, columns: int, gated: bool, rows: int, blocks
 def few_rows(outputs: int, columns: int, gated: bool) -> Tiling:
     """Return the tiling for up to 8 rows.
 
-    Measured on an H200 in chains of layers: int4 of 1B, 1.5B, 4B, 8B and 14B, FP8 of 4B, 8B and 14B, int8 of 1.5B and
-    8B. A layer takes up to 3 % longer than with the best of 7 to 10 tilings for each of its matrices.
+    Measured on an H200 in chains of layers: int4 of 1B, 1.5B, 4B, 8B and 14B, FP8 of 1.5B, 4B, 8B and 14B, int8 of 8B.
+    A layer takes up to 3 % longer than with the best of 7 to 10 tilings for each of its matrices.
     """
+    padded = triton.cdiv(columns, PADDED) * PADDED
     if gated:
         tile = Tiling(16, 256, 2, 3, rows=8)
-    elif outputs > columns:  # as qkv
-        tile = Tiling(64, 128, 4, 4, rows=8, parts=4)
     elif columns >= 2 * outputs:  # as the down matrix
         tile = Tiling(32, 256, 2, 4, rows=8, parts=4)
+    elif padded % 512 == 0:  # as qkv and the attention output
+        return Tiling(16, 512, 4, 4, rows=8, slices=4)
     else:
         tile = Tiling(64, 256, 4, 3, rows=8, parts=4)
-    padded = triton.cdiv(columns, PADDED) * PADDED
     if padded % tile.columns:
         tile = replace(tile, columns=PADDED)
     programs, steps, parts = triton.cdiv(outputs, tile.outputs), padded // tile.columns, tile.parts
@@ -255,7 +257,7 @@ def launch(
         0 if matrix.scales is None else matrix.scales.stride(0),
         tile.parts,
         format=format_of(matrix),
-        shape=TileShape(tile.rows, tile.outputs, tile.columns // matrix.chunk, tile.parts > 1),
+        shape=TileShape(tile.rows, tile.outputs, tile.columns // matrix.chunk, tile.parts > 1, tile.slices),
         activation=activation,
         add=add,
         num_warps=tile.warps,
@@ -339,37 +341,35 @@ def quantized_matmul_tile(
     output_block: tl.constexpr = shape.output_block
     row = tl.program_id(0) * row_block + tl.arange(0, row_block)
     output = tl.program_id(1) * output_block + tl.arange(0, output_block)
-    # Programs at the edge read the last row again, so that loads need no row mask.
-    if activation is None:
-        line = tl.minimum(output, outputs - 1).to(tl.int64)
-    else:  # rows of the gate, and those of up below them
-        index = tl.arange(0, 2 * output_block)
-        line = tl.minimum(tl.program_id(1) * output_block + index % output_block, outputs - 1).to(tl.int64)
-        line += index // output_block * outputs
+    line = lines_of(tl.program_id(1), outputs, output_block, activation)
     all_steps = stride // step_words
     begin = tl.program_id(2) * all_steps // parts
     steps = (tl.program_id(2) + 1) * all_steps // parts - begin  # of this program: parts may differ by one
     if words.channel is not None:
         factor = tl.load(words.channel + line)[:, None]
-    wait(release=False)
-    addends = read_addends(biases, out, row, output, rows, outputs, activation, add)
-    total = tl.zeros([line.shape[0], row_block], tl.float32)
+    slices: tl.constexpr = shape.slices
+    total = zeros(line.shape[0], row_block, slices)
     for index in range(loop_bound(steps)):
         step = begin + index
+        left = read_tile(words, line, step, stride, scale_stride, shape.chunks, format)
+        step = after_wait(step, index == 0, release=False)  # the first weights are on their way
         column = step * step_columns + tl.arange(0, step_columns)
         known = (row < rows)[None, :]
         if not format.even:
             known = known & (column < columns)[:, None]
         right = tl.load(x + row.to(tl.int64)[None, :] * columns + column[:, None], mask=known, other=0)
         right = enlarged(right, words.channel, format)
-        left = read_tile(words, line, step, stride, scale_stride, shape.chunks, format)
-        total = multiply(left, right, total)
+        total = add_matmul(left, right, total, slices)
+    wait(release=False)
+    addends = read_addends(biases, out, row, output, rows, outputs, activation, add)
     release()
+    if slices > 1:
+        total = tl.sum(total, 0)
     total = true_size(total, format)
     if words.channel is not None:
         total *= factor
     if not shape.split:
-        _finish(total, addends, biases.deltas, out, row, output, rows, outputs, activation, add)
+        finish(total, addends, biases.deltas, out, row, output, rows, outputs, activation, add)
     else:
         # The last program of a tile adds all parts and stores the result.
         tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
@@ -381,27 +381,7 @@ def quantized_matmul_tile(
             # The parts are added in their order, so that the sum does not depend on which program is last.
             tl.store(split.counters + tile, 0)
             total = _sum_parts(split.scratch + tile * parts * size + lane, parts, size)
-            _finish(total, addends, biases.deltas, out, row, output, rows, outputs, activation, add)
-
-
-@triton.jit
-def _finish(
-    total,  # [output_block, row_block]; of a gated matmul, [2 * output_block, row_block]: gate above up
-    addends,
-    deltas,
-    out,
-    row,
-    output,
-    rows,
-    outputs,
-    activation: tl.constexpr,
-    add: tl.constexpr,
-):
-    other_total = total
-    if activation is not None:
-        both = tl.reshape(total, [2, output.shape[0], row.shape[0]])
-        total, other_total = tl.split(tl.permute(both, (1, 2, 0)))
-    finish(total, other_total, addends, deltas, out, row, output, rows, outputs, activation, add)
+            finish(total, addends, biases.deltas, out, row, output, rows, outputs, activation, add)
 
 
 @triton.jit
