@@ -296,7 +296,9 @@ def test_a_tiling_divides_its_matrix_and_fills_the_gpu(
         assert known or 2 * programs * tile.parts > most or steps < 6
 
 
-@pytest.mark.parametrize(("outputs", "columns", "gated"), [*SHAPES, *quantized_matmul.SHAPES, (896, 896, False)])
+@pytest.mark.parametrize(
+    ("outputs", "columns", "gated"), [*SHAPES, *quantized_matmul.SHAPES, (896, 896, False), (3072, 576, True)]
+)
 def test_parts_of_a_float_matrix_fill_the_gpu_once(
     outputs: int, columns: int, gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -392,7 +394,7 @@ TILINGS = {
     "one step in slices": Tiling(16, 256, 4, 1, rows=8, slices=4),
     "several steps in slices": Tiling(16, 64, 4, 2, slices=2),
     "parts of one step": Tiling(16, 64, 4, 1, rows=8, parts=3, slices=2),
-    "parts of unequal length": Tiling(16, 64, 4, 2, parts=2),
+    "parts of unequal length": Tiling(16, 32, 4, 2, parts=4),
 }
 QUANTIZED_TILINGS = {
     "one part": Tiling(16, 128, 4, 1),
