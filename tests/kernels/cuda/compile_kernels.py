@@ -1,9 +1,9 @@
 """Compile the Triton kernels for a GPU that is not there, in the variants that the cases launch; print a `Report`.
 
-Usage: compile_kernels.py CAPABILITY [--shared]. 90 is compute capability 9.0. Launches compile and do nothing. Each
-variant is compiled to Triton's IR. One that holds a function or inline assembly that no earlier variant holds is
-compiled to machine code. With --shared, the shared memory of the others is allocated too, and the heads of common
-models are added.
+Usage: compile_kernels.py CAPABILITY [--shared | --loads]. 90 is compute capability 9.0. Launches compile and do
+nothing. Each variant is compiled to Triton's IR. One that holds a function or inline assembly that no earlier variant
+holds is compiled to machine code. With --shared, the shared memory of the others is allocated too, and the heads of
+common models are added. With --loads, matmuls alone are compiled, and their loads before and between the waits counted.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class Report:
     too_large: list[str] = field(default_factory=list)  # variants that need more shared memory than a program may use
     silent: list[str] = field(default_factory=list)  # cases that fail before they launch a kernel
     missing: list[str] = field(default_factory=list)  # functions that no variant holds
+    # Loads of a matmul until its loop begins: before the first wait, between the waits, and after the last one.
+    loads: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -55,6 +57,7 @@ class Compiler:
 
     target: GPUTarget
     allocates: bool
+    counts_loads: bool = False
     report: Report = field(default_factory=Report)
     compiled: set[JITFunction[Any]] = field(default_factory=set)
     assembled: set[Any] = field(default_factory=set)  # functions and inline assembly that reached machine code
@@ -88,6 +91,11 @@ class Compiler:
         generators, modules = backend.get_codegen_implementation(options), backend.get_module_map()
         module = source.make_ir(self.target, options, generators, modules, context)
         module = stages.pop("ttir")(module, metadata)
+        if self.counts_loads and source.name.endswith("matmul_tile"):
+            for name in ("ttgir", "llir", "ptx"):
+                module = stages[name](module, metadata)
+            self.report.loads[_described(source, given)] = loads_between_waits(str(module))
+            return
         held = self.visited | set(re.findall('asm_string = "[^"]*"', str(module)))
         if held <= self.assembled and not self.allocates:
             return
@@ -115,15 +123,21 @@ class Compiler:
         return int(module.get_int_attr("ttg.shared"))
 
 
+def loads_between_waits(ptx: str) -> list[int]:
+    """Count the loads before the first label, apart by the waits for the kernel before (PDL)."""
+    before_loop = re.split(r"^\$L__BB\w+:", ptx, maxsplit=1, flags=re.MULTILINE)[0]
+    return [len(re.findall(r"cp\.async\.c[ag]|ld\.global", part)) for part in before_loop.split("griddepcontrol.wait")]
+
+
 def _described(source: Any, options: dict[str, Any]) -> str:
     """Return the name of a variant: the kernel and its constants."""
     constants = {source.fn.arg_names[path[0]]: value for path, value in source.constants.items() if len(path) == 1}
     return f"{source.name} {constants}, {options['num_warps']} warps, {options['num_stages']} stages"
 
 
-def install(capability: int, allocates: bool) -> Compiler:
+def install(capability: int, allocates: bool, counts_loads: bool) -> Compiler:
     """Let Triton and torch see a GPU, and compile instead of launching."""
-    compiler = Compiler(GPUTarget("cuda", capability, 32), allocates)
+    compiler = Compiler(GPUTarget("cuda", capability, 32), allocates, counts_loads)
     properties = {"max_shared_mem": 1024 * SHARED_MEMORY[capability]}
     driver.set_active(
         SimpleNamespace(
@@ -256,15 +270,21 @@ def tuned_matmuls() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"{kind} {outputs}x{columns} of {rows} rows", lambda k=kind, c=columns, g=gated, t=tile: run(k, c, g, t)
 
 
-def run(capability: int, allocates: bool) -> Report:
-    compiler = install(capability, allocates)
+def few_row_matmuls() -> Iterator[tuple[str, Callable[[], object]]]:
+    for name, launch in tuned_matmuls():
+        if name.startswith("float") or name.endswith("of 8 rows"):
+            yield name, launch
+
+
+def run(capability: int, allocates: bool, counts_loads: bool) -> Report:
+    compiler = install(capability, allocates, counts_loads)
     report, modules = compiler.report, backend_modules()
     for module in modules:
         if hasattr(module, "DEVICE"):
             module.DEVICE = torch.device("cpu")
     vars(import_module(f"{PACKAGE}.matrices"))["EXPANDED"] = 0  # short rows stay quantized
     vars(import_module(f"{PACKAGE}.matmul"))["_cublas"] = lambda *_: None
-    for name, launch in launches(allocates):
+    for name, launch in few_row_matmuls() if counts_loads else launches(allocates):
         earlier = compiler.launches
         try:
             launch()
@@ -279,4 +299,4 @@ def run(capability: int, allocates: bool) -> Report:
 
 
 if __name__ == "__main__":
-    json.dump(asdict(run(int(sys.argv[1]), "--shared" in sys.argv)), sys.stdout)
+    json.dump(asdict(run(int(sys.argv[1]), "--shared" in sys.argv, "--loads" in sys.argv)), sys.stdout)

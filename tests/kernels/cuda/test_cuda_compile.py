@@ -38,6 +38,15 @@ def test_every_kernel_compiles() -> None:
     check(report("90"))
 
 
+def test_matmuls_load_weights_before_they_wait_and_states_after() -> None:
+    """A wait too late would be slow, one too early would read states that the kernel before has not written."""
+    found = report("90", "--loads")["loads"]
+    assert len({each.split()[0] for each in found}) == 2, "not both kernels, of floats and of quantized matrices"
+    for variant, (weights, *between, states) in found.items():
+        assert weights > 0 and states > 0, variant
+        assert all(count == states + weights for count in between), variant
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["80", "86", "89", "90", "100", "120"])
 def test_every_variant_fits_shared_memory(capability: str) -> None:

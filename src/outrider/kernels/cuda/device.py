@@ -36,6 +36,7 @@ _SUPPORTED = not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_de
 PDL_ENABLED: tl.constexpr = tl.constexpr(_SUPPORTED)
 LAUNCH: dict[str, bool] = {"launch_pdl": True} if _SUPPORTED else {}
 
+# Assembly of `after_wait`: $0 becomes $1, behind a wait if $2 is not 0.
 WAIT = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p griddepcontrol.wait; mov.b32 $0, $1; }"
 WAIT_ALONE = tl.constexpr(WAIT)
 WAIT_AND_RELEASE = tl.constexpr(WAIT.replace("wait;", "wait; @p griddepcontrol.launch_dependents;"))
@@ -125,7 +126,9 @@ def wait(release: tl.constexpr = True):
 def after_wait(number, waits, release: tl.constexpr = True):
     """Return `number`, after the work of `wait` if `waits`.
 
-    What is loaded at addresses that depend on the result is loaded after the wait, also in a pipelined loop.
+    What is loaded at addresses that depend on the result is loaded after the wait, also in a pipelined loop. The
+    assembly counts as pure, because the compiler refuses to pipeline a loop whose assembly has effects. So dependence
+    alone keeps the order, and a kernel calls `wait` again before it touches other memory.
     """
     if PDL_ENABLED:
         code: tl.constexpr = WAIT_AND_RELEASE if release else WAIT_ALONE

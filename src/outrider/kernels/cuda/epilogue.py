@@ -76,6 +76,7 @@ def lines_of(index, outputs, output_block: tl.constexpr, activation: tl.constexp
 
 @triton.jit
 def zeros(outputs: tl.constexpr, rows: tl.constexpr, slices: tl.constexpr):
+    """Return the sums before the first `add_matmul`."""
     return tl.zeros([outputs, rows], tl.float32) if slices == 1 else tl.zeros([slices, outputs, rows], tl.float32)
 
 
