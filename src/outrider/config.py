@@ -49,7 +49,8 @@ class EngineConfig:
     revision: str | None = None  # branch, tag or commit of a hub model; None: its main branch
     backend: str = "auto"  # cpu; cuda: an NVIDIA GPU; reference: plain torch, slow; auto: cuda if supported, else cpu
     quantize: str | None = None  # int8, int4, fp8: quantize float weights; awq, gptq, ...: the checkpoint's format
-    activations: str = "auto"  # cpu, quantized weights: high or fast (int8); auto: by the instruction set
+    # Beside quantized weights: high, or fast (cpu: int8, by the instruction set the default; cuda: e4m3 beside fp8).
+    activations: str = "auto"
     kv_dtype: str = "auto"  # float32, float16, bfloat16; int8 or fp8 (e4m3): quantized, half the memory
     max_context: int | None = None  # limit on prompt and output together, in tokens; None: the trained context
     max_requests: int = 64  # requests in one step

@@ -14,7 +14,14 @@ from .cache.pages import Pages, StateShape
 from .catalog import with_revision
 from .config import DeviceFacts, EngineConfig, ResolvedConfig
 from .detokenizer import ParentRequest, error_text
-from .device import SingleThreadedTorch, check_kv_dtype, choose_backend, open_device, within_memory
+from .device import (
+    SingleThreadedTorch,
+    check_activations,
+    check_kv_dtype,
+    choose_backend,
+    open_device,
+    within_memory,
+)
 from .device.collection import suspended_collection
 from .device.graphs import Graphs
 from .errors import UserError
@@ -63,6 +70,7 @@ class Engine:
         configuration.check(config)
         config = replace(config, model=with_revision(str(config.model), config.revision))
         backend = choose_backend(config.backend)
+        check_activations(backend, config.activations)
         auto = is_auto(config.speculate)
         if not auto:  # refuse a wrong method before the model is downloaded
             speculation = parse(config.speculate, config.speculative_config, config.always_draft)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from outrider.kernels import cpu
 from outrider.kernels.cases import CASES
 from outrider.kernels.quantization import FORMATS
 
+CUDA_VARIANTS = ["cuda.batch_invariant", "cuda.fast_activations", "cuda.batch_invariant_fast"]
 OPERATIONS = [name for name, member in vars(kernels.Kernels).items() if inspect.isfunction(member) and name[0] != "_"]
 
 
@@ -21,7 +23,7 @@ def test_the_protocol_is_not_empty() -> None:
     assert {"matrix", "linear", "attend", "sample"} <= set(OPERATIONS)
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, "cpu.fast_activations", "cuda.batch_invariant"])
+@pytest.mark.parametrize("backend", [*BACKENDS, "cpu.fast_activations", *CUDA_VARIANTS])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_backends_define_each_operation_as_the_protocol_does(backend: str, operation: str) -> None:
     protocol = inspect.signature(getattr(kernels.Kernels, operation))
@@ -61,8 +63,16 @@ def test_load_returns_the_backend(backend: str) -> None:
     assert kernels.load(backend) is importlib.import_module(f"outrider.kernels.{backend}")
 
 
-def test_deterministic_cuda_loads_the_batch_invariant_kernels() -> None:
-    assert kernels.load("cuda", deterministic=True) is importlib.import_module("outrider.kernels.cuda.batch_invariant")
+def test_options_load_variants_of_the_cuda_kernels() -> None:
+    options: list[dict[str, Any]] = [
+        {"deterministic": True},
+        {"activations": "fast"},
+        {"deterministic": True, "activations": "fast"},
+    ]
+    for chosen, name in zip(options, CUDA_VARIANTS, strict=True):
+        assert kernels.load("cuda", **chosen) is importlib.import_module(f"outrider.kernels.{name}")
+    for activations in ("auto", "high"):
+        assert kernels.load("cuda", activations=activations) is importlib.import_module("outrider.kernels.cuda")
 
 
 def test_fast_activations_are_chosen_by_name_or_by_level() -> None:

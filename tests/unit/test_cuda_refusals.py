@@ -10,7 +10,7 @@ import torch
 
 import outrider
 from outrider import LLM, SamplingParams, UserError
-from outrider.device import check_kv_dtype, choose_backend, cuda, open_device, within_memory
+from outrider.device import check_activations, check_kv_dtype, choose_backend, cuda, open_device, within_memory
 
 LACKING = {
     "no GPU": ({"torch.cuda.is_available": lambda: False}, "torch sees no NVIDIA GPU (see `nvidia-smi`"),
@@ -60,6 +60,15 @@ def test_a_gpu_without_fp8_is_refused_for_fp8_keys_and_values(serving: pytest.Mo
     check_kv_dtype("cpu", "fp8")
     with pytest.raises(UserError, match=r"capability 8\.6, and e4m3 needs 8\.9: pass `kv_dtype=int8`"):
         check_kv_dtype("cuda", "fp8")
+
+
+def test_a_gpu_without_fp8_is_refused_for_fast_activations(serving: pytest.MonkeyPatch, tiny_folder: Any) -> None:
+    check_activations("cuda", "fast")
+    serving.setattr("torch.cuda.get_device_capability", lambda: (8, 6))
+    check_activations("cuda", "auto")
+    check_activations("cpu", "fast")
+    with pytest.raises(UserError, match=r"capability 8\.6, and e4m3 needs 8\.9: pass `activations=high`"):
+        LLM(str(tiny_folder()), backend="cuda", activations="fast")
 
 
 def test_a_gpu_that_serves_is_chosen(serving: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,7 @@ def test_vllm_gets_our_head_our_width_and_our_synthetic_acceptance(
     facts = WORKERS["vllm"]().open(str(folder), 2, 300, 8, True, **run.options(config))
     assert facts == {"version": "0.24.0", "weights": "random"}
     (call,) = calls
+    assert call["quantization"] is None
     assert call["speculative_config"] == {
         "method": "eagle3",
         "model": drafts["model"],
@@ -76,6 +77,15 @@ def test_vllm_gets_our_head_our_width_and_our_synthetic_acceptance(
         "synthetic_acceptance_length": 2.9,
     }
     assert (call["load_format"], call["max_model_len"], call["max_num_seqs"]) == ("dummy", 305, 8)
+
+
+@pytest.mark.parametrize(("quantize", "theirs"), [("fp8", "fp8"), ("int4", None)])
+def test_vllm_quantizes_to_fp8_as_we_do(calls: list[dict[str, Any]], quantize: str, theirs: str | None) -> None:
+    run = measure.PeerRun(registry.choose([], "cuda")[0], Path(sys.executable), "folder", "random/tiny")
+    options = run.options(measure.PeersConfig(backend="cuda", quantize=quantize))
+    facts = WORKERS["vllm"]().open("folder", 2, 300, 8, False, **options)
+    assert calls[0]["quantization"] == theirs
+    assert facts["weights"] == ("random, fp8" if theirs else "random")
 
 
 def test_methods_without_a_checkpoint_leave_vllm_its_own_lookup(calls: list[dict[str, Any]]) -> None:
@@ -88,7 +98,9 @@ def test_methods_without_a_checkpoint_leave_vllm_its_own_lookup(calls: list[dict
 
 def test_our_worker_is_given_the_backend() -> None:
     run = measure.PeerRun(registry.ours("suffix"), Path(sys.executable), "some/model", "some/model")
-    assert run.options(measure.PeersConfig()) == {"method": "suffix", "quantize": None}
+    assert run.options(measure.PeersConfig()) == {"method": "suffix", "quantize": None, "activations": "auto"}
+    fast = run.options(measure.PeersConfig(quantize="fp8", activations="fast"))
+    assert (fast["quantize"], fast["activations"]) == ("fp8", "fast")
     assert run.options(measure.PeersConfig(backend="cuda"))["backend"] == "cuda"
 
 

@@ -184,6 +184,7 @@ def peers(
     raw: options.Raw = False,
     threads: options.Threads = None,
     quantize: options.Quantize = None,
+    activations: options.Activations = EngineConfig.activations,
     backend: Annotated[
         str, typer.Option(help="cpu, or cuda: against vLLM, if it is installed in this environment")
     ] = "cpu",
@@ -224,7 +225,15 @@ def peers(
         drafts["model"] = str(export.head_folder(str(drafts["model"])))
         chosen = [chosen[0], *(registry.with_drafts(one, drafts) for one in chosen[1:])]
     config = measure.PeersConfig(
-        rounds, tokens, sizes, prompt_tokens, threads or usable_cores(), quantize, backend, drafts
+        rounds,
+        tokens,
+        sizes,
+        prompt_tokens,
+        threads or usable_cores(),
+        quantize=quantize,
+        activations=activations,
+        backend=backend,
+        drafts=drafts,
     )
     ids = {name: [token_ids(prompt, tokenizer, raw) for prompt in prompts] for name, prompts in prompt_sets.items()}
     found = report.report(measure.run(chosen, model, checkpoint, ids, config, console.note, again), model)

@@ -2,7 +2,7 @@
 
 from .cpu import HOST, Cpu, CpuBuffer, SingleThreadedTorch
 from .interface import NUMPY, Buffer, Device, DeviceDefaults, Fence, Result, Values
-from .selection import check_kv_dtype, choose_backend, open_device, within_memory
+from .selection import check_activations, check_kv_dtype, choose_backend, open_device, within_memory
 
 __all__ = [
     "HOST",
@@ -16,6 +16,7 @@ __all__ = [
     "Result",
     "SingleThreadedTorch",
     "Values",
+    "check_activations",
     "check_kv_dtype",
     "choose_backend",
     "open_device",

@@ -41,12 +41,22 @@ def open_device(backend: str) -> Device:
 
 def check_kv_dtype(backend: str, dtype: str) -> None:
     """Refuse fp8 keys and values on a GPU that cannot convert them."""
-    if dtype != "fp8" or backend != "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
-        return
+    if dtype == "fp8" and (reason := _why_no_fp8(backend)) is not None:
+        raise UserError(f"`kv_dtype` is fp8, but {reason}: pass `kv_dtype=int8`")
+
+
+def check_activations(backend: str, activations: str) -> None:
+    """Refuse fast activations, which are e4m3 on a GPU, on one that cannot convert them."""
+    if activations == "fast" and (reason := _why_no_fp8(backend)) is not None:
+        raise UserError(f"`activations` is fast, but {reason}: pass `activations=high`")
+
+
+def _why_no_fp8(backend: str) -> str | None:
+    if backend != "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+        return None
     from .cuda import why_no_fp8
 
-    if (reason := why_no_fp8()) is not None:
-        raise UserError(f"`kv_dtype` is fp8, but {reason}: pass `kv_dtype=int8`")
+    return why_no_fp8()
 
 
 @contextmanager

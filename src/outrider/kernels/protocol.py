@@ -325,7 +325,7 @@ def load(backend: str, threads: int | None = None, deterministic: bool = False, 
 
     threads: of the host; None: unchanged.
     deterministic: batch-invariant kernels (`cpu` and `reference` always are).
-    activations: of `cpu`, beside quantized weights: high, fast, or auto (by the instruction set).
+    activations: beside quantized weights: high, fast, or auto (of `cpu`: by the instruction set; else high).
     """
     if backend == "cpu":
         from . import cpu
@@ -343,7 +343,10 @@ def load(backend: str, threads: int | None = None, deterministic: bool = False, 
         return reference
     if backend == "cuda":
         from . import cuda
-        from .cuda import batch_invariant
+        from .cuda import batch_invariant, batch_invariant_fast
+        from .cuda import fast_activations as cuda_fast
 
+        if activations == "fast":
+            return batch_invariant_fast if deterministic else cuda_fast
         return batch_invariant if deterministic else cuda
     raise ValueError(f"no kernels called `{backend}`: expected `cpu`, `cuda` or `reference`")

@@ -12,7 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -193,6 +193,7 @@ def launches(with_common: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     yield from distillation()
     yield from range_attention()
     yield from tuned_matmuls()
+    yield from e4m3_matmuls()
 
 
 def attention_cases() -> list[Case]:
@@ -270,6 +271,29 @@ def tuned_matmuls() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"{kind} {outputs}x{columns} of {rows} rows", lambda k=kind, c=columns, g=gated, t=tile: run(k, c, g, t)
 
 
+def e4m3_matmuls() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield the kernels around cuBLAS, in the sizes of an 8B model."""
+    from outrider.kernels.cases import inputs
+    from outrider.kernels.cuda import matrices
+    from outrider.kernels.quantization import quantize_fp8
+
+    matmul = import_module(f"{PACKAGE}.matmul")
+
+    def run(columns: int, dtype: torch.dtype, terms: int) -> None:
+        stored = quantize_fp8(inputs.random_weight(inputs.generator(1), "bf16", 32, columns))
+        matrix = replace(matrices.matrix(stored), terms=terms)
+        x, norm, bias = torch.zeros(40, columns, dtype=dtype), torch.ones(columns), torch.zeros(32)
+        for tokens in (3, 40):
+            matmul.matmul(x[:tokens], matrix, bias=bias)
+            matmul.matmul(x[:tokens], matrix, norm=norm, eps=1e-6, add=torch.zeros(tokens, 32))
+            for deltas in (None, torch.zeros(tokens, 32)):
+                named = {"norm": norm, "eps": 1e-6, "activation": "silu", "deltas": deltas}
+                matmul.gated_matmul(x[:tokens], matrix, gate_bias=None, up_bias=None, **named)
+
+    for columns, dtype, terms in product((4096, 14336), (torch.float32, torch.bfloat16), (1, 2)):
+        yield f"e4m3 {columns} {dtype} {terms}", lambda c=columns, d=dtype, t=terms: run(c, d, t)
+
+
 def few_row_matmuls() -> Iterator[tuple[str, Callable[[], object]]]:
     for name, launch in tuned_matmuls():
         if name.startswith("float") or name.endswith("of 8 rows"):
@@ -284,6 +308,9 @@ def run(capability: int, allocates: bool, counts_loads: bool) -> Report:
             module.DEVICE = torch.device("cpu")
     vars(import_module(f"{PACKAGE}.matrices"))["EXPANDED"] = 0  # short rows stay quantized
     vars(import_module(f"{PACKAGE}.matmul"))["_cublas"] = lambda *_: None
+    vars(import_module(f"{PACKAGE}.e4m3_matmul"))["_cublas"] = lambda lines, weights, one, dtype: torch.zeros(
+        len(lines), len(weights), dtype=dtype
+    )
     for name, launch in few_row_matmuls() if counts_loads else launches(allocates):
         earlier = compiler.launches
         try:

@@ -95,9 +95,7 @@ def int8(word: Register, index: int) -> np.ndarray[Any, Any]:
 
 
 def fp8(word: Register, index: int) -> np.ndarray[Any, Any]:
-    byte = (word >> 8 & 128) | (word >> 4 & 127)
-    if index:
-        byte = (word & 7) | (word >> 8 & 0x78) | (word << 4 & 128)
+    byte = (word >> 8 * index) & 255
     exponent, mantissa = byte >> 3 & 15, byte & 7
     size = np.where(exponent == 0, mantissa / 8, 1 + mantissa / 8) * 2.0 ** (np.maximum(exponent, 1) - 7.0)
     return np.where(byte & 128, -size, size)

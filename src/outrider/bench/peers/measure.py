@@ -39,7 +39,8 @@ class PeersConfig:
     batches: tuple[int, ...] = (1, 8)
     prompt_tokens: int = 512
     threads: int = 1
-    quantize: str | None = None  # format for our weights if they are floats
+    quantize: str | None = None  # format for our weights if they are floats; on a GPU, fp8 for vLLM's, too
+    activations: str = "auto"  # ours, beside quantized weights
     backend: str = "cpu"  # or "cuda"
     drafts: Mapping[str, Any] | None = None  # on a GPU: the same drafting for vLLM, as its `speculative_config`
 
@@ -110,8 +111,15 @@ class PeerRun:
         """Return what the worker of this engine takes beside the common fields."""
         on_gpu = {} if config.backend == "cpu" else {"backend": config.backend}
         if self.peer.name == OURS:
-            return {"method": self.peer.speculation, "quantize": config.quantize, **on_gpu}
-        return on_gpu and {**on_gpu, "drafts": config.drafts, "random": is_random(self.given)}
+            precision = {"quantize": config.quantize, "activations": config.activations}
+            return {"method": self.peer.speculation, **precision, **on_gpu}
+        quantization = config.quantize if config.quantize == "fp8" else None
+        return on_gpu and {
+            **on_gpu,
+            "drafts": config.drafts,
+            "random": is_random(self.given),
+            "quantization": quantization,
+        }
 
     def complete(self, way: Way, prompts: Sequence[Sequence[int]], tokens: int, width: int | None) -> Completed:
         """Resume the process for one request; all others are paused."""

@@ -297,6 +297,7 @@ class VllmWorker:
         backend: str = "cpu",
         drafts: dict[str, Any] | None = None,
         random: bool = False,
+        quantization: str | None = None,
     ) -> dict[str, Any]:
         drafts = drafts or {
             "method": "ngram",
@@ -304,7 +305,7 @@ class VllmWorker:
             "prompt_lookup_max": 4,
             "prompt_lookup_min": 2,
         }
-        options = self._on_gpu(random) if backend == "cuda" else self._on_cpu(threads)
+        options = self._on_gpu(random, quantization) if backend == "cuda" else self._on_cpu(threads)
         import vllm
 
         self.llm = vllm.LLM(
@@ -317,14 +318,16 @@ class VllmWorker:
             **options,
         )
         self.sampling = vllm.SamplingParams
-        return {"version": vllm.__version__, "weights": "random" if random else options["dtype"]}
+        weights = "random" if random else options["dtype"]
+        return {"version": vllm.__version__, "weights": f"{weights}, {quantization}" if quantization else weights}
 
-    def _on_gpu(self, random: bool) -> dict[str, Any]:
+    def _on_gpu(self, random: bool, quantization: str | None) -> dict[str, Any]:
         """Return options for a GPU. random: fill the shape in config.json with random weights."""
         return {
             "dtype": "bfloat16",
             "gpu_memory_utilization": VLLM_MEMORY,
             "load_format": "dummy" if random else "auto",
+            "quantization": quantization,
         }
 
     def _on_cpu(self, threads: int) -> dict[str, Any]:

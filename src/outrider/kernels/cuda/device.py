@@ -34,6 +34,7 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 EMULATED: tl.constexpr = tl.constexpr(INTERPRETED)
 _SUPPORTED = not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 PDL_ENABLED: tl.constexpr = tl.constexpr(_SUPPORTED)
+E4M3_SUPPORTED = INTERPRETED or (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9))
 LAUNCH: dict[str, bool] = {"launch_pdl": True} if _SUPPORTED else {}
 
 # Assembly of `after_wait`: $0 becomes $1, behind a wait if $2 is not 0.

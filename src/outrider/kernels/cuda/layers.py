@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from ..structures import Activation, AttentionWeights, Batch, LayerPages, MlpWei
 from .device import DEVICE, on_device
 from .lora import LoraSlots, add_lora
 from .matmul import gated_matmul, matmul
-from .matrices import Matrix, matrix, pack, rows
+from .matrices import Matrix, pack, rows
 from .moe import MoeLayer, moe
 from .paged_attention import Heads, paged_attention
 from .pointwise import add_normed, norm_columns, rms_norm
@@ -46,9 +47,12 @@ class AttentionLayer:
     gate: Matrix | None = None  # [H * D, E]
 
 
-def attention_layer(weights: AttentionWeights, batch_invariant: bool = False) -> AttentionLayer:
+def attention_layer(
+    weights: AttentionWeights, batch_invariant: bool = False, fast_activations: bool = False
+) -> AttentionLayer:
+    packed = partial(pack, batch_invariant=batch_invariant, fast_activations=fast_activations)
     queries = weights.heads * weights.head_dim
-    qkv = pack([weights.query, weights.key, weights.value], batch_invariant)
+    qkv = packed([weights.query, weights.key, weights.value])
     bias = _biases(weights)
     factors = on_device(key_factors(weights.key_bias, weights.kv_heads))
     query_norm, key_norm = on_device(weights.query_norm), on_device(weights.key_norm)
@@ -83,7 +87,7 @@ def attention_layer(weights: AttentionWeights, batch_invariant: bool = False) ->
         eps=weights.eps,
         qkv=qkv,
         kv=rows(qkv, queries, qkv.shape[0]),
-        output=matrix(weights.output, batch_invariant=batch_invariant),
+        output=packed([weights.output]),
         norm=on_device(weights.norm),
         post_norm=on_device(weights.post_norm),
         bias=bias,
@@ -91,7 +95,7 @@ def attention_layer(weights: AttentionWeights, batch_invariant: bool = False) ->
         output_bias=on_device(weights.output_bias),
         qkv_lora=() if weights.lora is None else (weights.lora.query, weights.lora.key, weights.lora.value),
         output_lora=() if weights.lora is None else (weights.lora.output,),
-        gate=None if weights.gate is None else matrix(weights.gate, batch_invariant=batch_invariant),
+        gate=None if weights.gate is None else packed([weights.gate]),
     )
 
 
@@ -198,10 +202,10 @@ class MlpLayer:
     down_lora: tuple[LoraSlots, ...] = ()
 
 
-def mlp_layer(weights: MlpWeights, *, batch_invariant: bool = False) -> MlpLayer:
+def mlp_layer(weights: MlpWeights, *, batch_invariant: bool = False, fast_activations: bool = False) -> MlpLayer:
     return MlpLayer(
-        gate_up=pack([weights.gate, weights.up], batch_invariant),
-        down=pack([weights.down], batch_invariant),
+        gate_up=pack([weights.gate, weights.up], batch_invariant, fast_activations=fast_activations),
+        down=pack([weights.down], batch_invariant, fast_activations=fast_activations),
         activation=weights.activation,
         eps=weights.eps,
         norm=on_device(weights.norm),

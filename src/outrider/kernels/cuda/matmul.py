@@ -5,7 +5,7 @@ The matrix is the left factor, so that the long side of the tensor-core tile run
 weight when x is read, its scale after the loop), bias, the gate of an MLP, the residual. The first weights of a program
 are loaded before it waits for the kernel that computes x. A batch-invariant matrix always takes the fused kernel, 16
 rows at a time: its sums have one order for any T. Tilings depend on the shape of the matrix alone. Quantized matrices:
-see quantized_matmul.py.
+see quantized_matmul.py; of FP8 with many rows: e4m3_matmul.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..structures import Activation
-from . import quantized_matmul
+from . import e4m3_matmul, quantized_matmul
 from .device import INTERPRETED, LAUNCH, after_wait, loop_bound, rounded, wait
 from .epilogue import ROWS, Biases, SplitK, Tiling, add_matmul, finish, fitting_stages, lines_of, read_addends, zeros
 from .matrices import Matrix
@@ -110,6 +110,9 @@ def matmul(
     if _is_fused(x.shape[0], matrix):
         _launch_fused(x, matrix, norm, eps, Biases(bias, None), target, None, add is not None)
         return target
+    if e4m3_matmul.is_faster(matrix, x.shape[0]):
+        e4m3_matmul.write(e4m3_matmul.multiply(x, matrix, norm, eps, target.dtype), bias, target, add is not None)
+        return target
     _multiply(_normed(x, norm, eps, matrix.compute), matrix, target, add is not None)
     if bias is not None:
         target += bias
@@ -136,6 +139,9 @@ def gated_matmul(
         out = torch.empty(x.shape[0], outputs, dtype=gate_up.compute, device=x.device)  # [T, N]
         _launch_fused(x, gate_up, norm, eps, Biases(gate_bias, up_bias, deltas), out, activation, False)
         return out
+    if e4m3_matmul.is_faster(gate_up, x.shape[0]):
+        products = e4m3_matmul.multiply(x, gate_up, norm, eps, gate_up.compute)
+        return e4m3_matmul.gate(products, deltas, gate_bias, up_bias, activation)
     both = torch.empty(x.shape[0], 2 * outputs, dtype=gate_up.compute, device=x.device)  # [T, 2 * N]
     _multiply(_normed(x, norm, eps, gate_up.compute), gate_up, both)
     if deltas is not None:
@@ -153,6 +159,8 @@ def norm_linear(x: Tensor, weight: Tensor, eps: float, matrix: Matrix, out: Tens
 
 def _is_fused(tokens: int, matrix: Matrix) -> bool:
     """Return whether a fused kernel multiplies this many rows, or cuBLAS."""
+    if e4m3_matmul.is_faster(matrix, tokens):
+        return False
     return matrix.batch_invariant or tokens <= (ROWS if matrix.kind == "float" else EXPANDED_ROWS)
 
 
@@ -169,7 +177,9 @@ def _launch_fused(
     if matrix.kind == "float":
         launch(x, matrix, norm, eps, biases, out, tiling(matrix, activation is not None), activation, add)
     else:
-        quantized_matmul.launch(_normed(x, norm, eps, matrix.compute), matrix, biases, out, activation, add)
+        rounded = matrix.terms == 1
+        states = e4m3_matmul.rounded_rows(x, norm, eps) if rounded else _normed(x, norm, eps, matrix.compute)
+        quantized_matmul.launch(states, matrix, biases, out, activation, add)
 
 
 def launch(

@@ -12,8 +12,8 @@ Few instructions turn a field into the bf16 number UNITS * quant:
 - int4: quants are -7.5, -6.5 .. 7.5, a sign and a magnitude of three bits and a half. Field i has its magnitude at bits
   4 * (i ^ 1) and its sign at bit 15 - 4 * i, from where shifts and exchanges of bytes move them to the sign and the
   mantissa of a bf16. The bit of the half is set there, and the exponent is 0.
-- fp8: bit 15 is the sign of field 0, and bits 4 to 10 are its exponent and mantissa, as in a bf16. Field 1 has its
-  mantissa at bits 0 to 2, its sign at bit 3, and its exponent at bits 11 to 14.
+- fp8: a byte is an e4m3 number. Its sign moves to the sign of a bf16, the other bits to its exponent and mantissa. So
+  the words are a matrix of e4m3 numbers whose columns have another order, which cuBLAS can read.
 - iq4_nl, mxfp4: nibbles at bits 4 * i are indices into a table of quants.
 
 A chunk has `groups` scales for equal shares of its columns. Those of one chunk and of neighbouring rows lie together,
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from ..quantization import FORMATS, Groups, dequantize
 from ..structures import Weight
-from .device import DEVICE, INTERPRETED
+from .device import DEVICE, E4M3_SUPPORTED, INTERPRETED
 from .tables import TABLES
 
 CHUNK = 1 << 25  # weights that are converted at a time: bounds the temporary memory
@@ -70,6 +70,8 @@ class Matrix:
     scales: Tensor | None = None  # [chunks, N, groups] bf16, or int32: two bf16, the scale in the low bits
     channel: Tensor | None = None  # [N] f32: scales of whole rows
     batch_invariant: bool = False  # a row's result must not depend on the number of rows
+    terms: int = 0  # of fp8: e4m3 numbers per activation in e4m3_matmul.py; 0: it cannot multiply this matrix
+    one: Tensor = field(default_factory=lambda: torch.ones((), device=DEVICE))  # f32: the scale for cuBLAS there
     split_counters: Tensor = field(default_factory=lambda: torch.zeros(MOST_TILES, dtype=torch.int32, device=DEVICE))
 
     @property
@@ -82,8 +84,14 @@ def matrix(weight: Weight, *, batch_invariant: bool = False) -> Matrix:
     return pack([weight], batch_invariant)
 
 
-def pack(weights: Sequence[Weight], batch_invariant: bool = False, expand: bool = True) -> Matrix:
-    """Stack matrices with equal row length. `expand`: store short rows of quantized blocks as bf16."""
+def pack(
+    weights: Sequence[Weight], batch_invariant: bool = False, expand: bool = True, fast_activations: bool = False
+) -> Matrix:
+    """Stack matrices with equal row length.
+
+    expand: store short rows of quantized blocks as bf16.
+    fast_activations: round activations to e4m3 beside fp8 weights with a scale for each row.
+    """
     outputs = sum(weight.shape[0] for weight in weights)
     assert len({weight.shape[1] for weight in weights}) == 1, [weight.shape for weight in weights]
     kinds = {weight.kind for weight in weights}
@@ -92,7 +100,13 @@ def pack(weights: Sequence[Weight], batch_invariant: bool = False, expand: bool 
     if short or ordered or not all(FORMATS[kind].quantized for kind in kinds):
         return _floats(weights, batch_invariant)
     if "fp8" in kinds:
-        return _quantized(weights, "fp8", batch_invariant) if kinds == {"fp8"} else _floats(weights, batch_invariant)
+        if kinds != {"fp8"}:
+            return _floats(weights, batch_invariant)
+        found = _quantized(weights, "fp8", batch_invariant)
+        head = len(weights) == 1 and outputs >= MANY_OUTPUTS  # its product is too large to be written twice
+        if E4M3_SUPPORTED and found.channel is not None and not head:
+            return replace(found, terms=1 if fast_activations else 2)
+        return found
     for table in TABLES:
         if kinds == {table}:
             return _quantized(weights, "int4", batch_invariant, table)
@@ -201,7 +215,7 @@ def _indices(quants: Tensor, table: str) -> Tensor:
     return indices.to(quants.device)[quants.view(torch.uint8).long()]
 
 
-def _words(quants: Tensor, kind: str, span: int, signed: bool) -> Tensor:
+def _words(quants: Tensor, kind: Kind, span: int, signed: bool) -> Tensor:
     """Pack [N, padded K] bytes into words [N, padded K / weights of a word] int16; signed: nibbles of `_halved`."""
     count = PER_WORD[kind]
     words = torch.zeros(len(quants), quants.shape[1] // count, dtype=torch.int16, device=quants.device)
@@ -210,11 +224,7 @@ def _words(quants: Tensor, kind: str, span: int, signed: bool) -> Tensor:
         fields = quants[first : first + step].view(-1, quants.shape[1] // (count * span), count, span)
         packed = words[first : first + step].view(-1, fields.shape[1], span)
         for index, field_bits in enumerate(fields.to(torch.int16).unbind(2)):  # [rows, chunks, span] each
-            if kind == "fp8" and index == 0:
-                packed |= (field_bits & 0x80) << 8 | (field_bits & 0x7F) << 4
-            elif kind == "fp8":
-                packed |= (field_bits & 7) | (field_bits & 0x78) << 8 | (field_bits & 0x80) >> 4
-            elif signed:
+            if signed:
                 negative = field_bits < 8
                 packed |= torch.where(negative, 7 - field_bits, field_bits - 8) << (4 * (index ^ 1))
                 packed |= negative.to(torch.int16) << (15 - 4 * index)

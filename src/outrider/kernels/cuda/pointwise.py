@@ -177,10 +177,9 @@ def _embed_row(
 
 @triton.jit
 def e4m3_number(word, index):
-    """Return the number of a field of fp8 words as fp32, see matrices.py."""
-    first = (word & 0x8000) << 16 | (word & 0x7F0) << 16
-    second = (word & 8) << 28 | (word & 0x7800) << 12 | (word & 7) << 20
-    return tl.where(index == 0, first, second).to(tl.float32, bitcast=True)
+    """Return the number of a field of fp8 words as fp32, times UNITS["fp8"]; see matrices.py."""
+    bits = word >> 8 * index
+    return ((bits & 0x80) << 24 | (bits & 0x7F) << 20).to(tl.float32, bitcast=True)
 
 
 @triton.jit

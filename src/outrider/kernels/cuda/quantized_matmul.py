@@ -82,12 +82,13 @@ INT8 = """{
     fma.rn.bf16x2 $1, t, m, c;
     }"""
 FP8 = """{
-    .reg .b32 t;
-    and.b32 $0, $2, 0x87F087F0;
-    prmt.b32 t, $2, 0, 0x2301;
-    lop3.b32 t, $2, 0x00070007, t, 0xE2;
-    shl.b32 t, t, 4;
-    and.b32 $1, t, 0x87F087F0;
+    .reg .b32 s, t;
+    and.b32 s, $2, 0x80808080;
+    shr.b32 t, $2, 4;
+    lop3.b32 $1, t, 0x07F007F0, s, 0xE2;
+    shl.b32 s, s, 8;
+    shl.b32 t, $2, 4;
+    lop3.b32 $0, t, 0x07F007F0, s, 0xE2;
     }"""
 INT4 = """{
     .reg .b32 t, h;
