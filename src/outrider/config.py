@@ -49,7 +49,8 @@ class EngineConfig:
     revision: str | None = None  # branch, tag or commit of a hub model; None: its main branch
     backend: str = "auto"  # cpu; cuda: an NVIDIA GPU; reference: plain torch, slow; auto: cuda if supported, else cpu
     quantize: str | None = None  # int8, int4, fp8: quantize float weights; awq, gptq, ...: the checkpoint's format
-    # Beside quantized weights: high, or fast (cpu: int8, by the instruction set the default; cuda: e4m3 beside fp8).
+    # Precision beside quantized weights: high; fast (cpu: int8; cuda: e4m3, only with FP8 weights); auto: on a cpu by
+    # the instruction set, else high.
     activations: str = "auto"
     kv_dtype: str = "auto"  # float32, float16, bfloat16; int8 or fp8 (e4m3): quantized, half the memory
     max_context: int | None = None  # limit on prompt and output together, in tokens; None: the trained context

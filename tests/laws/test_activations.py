@@ -9,8 +9,15 @@ import pytest
 
 from outrider import Output, SamplingParams
 
-PROMPT = [5, 9, 30, 7, 5, 9, 30, 41, 12, 5, 9] * 4  # n-grams repeat; more tokens than a fused kernel multiplies
+PROMPT = [5, 9, 30, 7, 5, 9, 30, 41, 12, 5, 9] * 4  # n-grams repeat, and there are enough rows for FP8 tensor cores
 ALONE = SamplingParams(max_tokens=12, temperature=0.8, seed=3, logprobs=1, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def quantized(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, too, short rows stay as they are stored."""
+    if request.node.callspec.params["tiny_llm"] == "cuda":
+        monkeypatch.setattr("outrider.kernels.cuda.matrices.EXPANDED", 0)
 
 
 @pytest.mark.pairwise
@@ -40,3 +47,18 @@ def test_fast_activations_give_other_logprobs(tiny_llm) -> None:
         for activations in ("high", "fast")
     }
     assert found["high"].logprobs != found["fast"].logprobs
+
+
+def test_steps_with_many_rows_are_close_to_those_with_few(tiny_llm) -> None:
+    """On a GPU steps with many rows multiply with FP8 tensor cores, unless results are batch-invariant."""
+    params = replace(ALONE, temperature=0.0, max_tokens=1)
+    for activations in ("high", "fast"):
+        whole, chunks = (
+            tiny_llm(quantize="fp8", activations=activations, deterministic=False, max_step_tokens=size)
+            .generate(PROMPT, params)[0]
+            .completions[0]
+            .logprobs[0]
+            for size in (512, 7)
+        )
+        assert whole.top[0][0] == chunks.top[0][0]
+        assert whole.top[0][1] == pytest.approx(chunks.top[0][1], abs=0.02)

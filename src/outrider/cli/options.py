@@ -49,8 +49,8 @@ Quantize = Annotated[
 Activations = Annotated[
     str,
     typer.Option(
-        help="Precision of the activations beside quantized weights: high, fast (8 bits; on a GPU beside fp8 alone), "
-        "or auto (on a CPU fast where it is much faster, else high)"
+        help="Precision of the activations beside quantized weights: high, fast (8 bits; on a GPU only with FP8 "
+        "weights), or auto (on a CPU fast where it is much faster, else high)"
     ),
 ]
 KvDtype = Annotated[

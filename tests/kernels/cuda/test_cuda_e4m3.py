@@ -88,8 +88,9 @@ def test_rows_have_scales_of_their_own(terms: int) -> None:
 
 
 @pytest.mark.parametrize("terms", [1, 2])
-def test_rows_of_zeros_and_of_infinite_numbers_change_no_other(terms: int) -> None:
-    weight, x = fp8(32, 256), states(5, MANY, 256)
+@pytest.mark.parametrize("rows", [10, MANY])
+def test_rows_of_zeros_and_of_infinite_numbers_change_no_other(rows: int, terms: int) -> None:
+    weight, x = fp8(32, 256), states(5, rows, 256)
     expected = matmul.linear(x, packed(weight, terms))
     x[3] = 0
     if not INTERPRETED:  # it warns of them
@@ -97,7 +98,7 @@ def test_rows_of_zeros_and_of_infinite_numbers_change_no_other(terms: int) -> No
     found = matmul.linear(x, packed(weight, terms))
     assert torch.equal(found[3], torch.zeros_like(found[3]))
     assert INTERPRETED or not found[7:9].isfinite().any()
-    kept = [row for row in range(MANY) if row not in (3, 7, 8)]
+    kept = [row for row in range(rows) if row not in (3, 7, 8)]
     assert torch.equal(found[kept], expected[kept])
 
 
@@ -167,15 +168,30 @@ def test_what_cublas_cannot_read_is_multiplied_otherwise() -> None:
         matrix = packed(weight, 2)
         assert not e4m3_matmul.is_faster(matrix, MANY)
         assert distance(matmul.linear(x, matrix), product(x, weight)) <= 5e-3
-    weight = fp8(48, 256)
-    part = matrices.rows(packed(weight, 2), 0, 24)
-    assert distance(matmul.linear(x, part), product(x, weight)[:, :24]) <= 5e-3
+    weight, many = fp8(48, 256), states(19, matmul.EXPANDED_ROWS + 1, 256)
+    for given, terms in ((x, 1), (x, 2), (many, 1), (many, 2)):
+        part = matrices.rows(packed(weight, terms), 0, 24)
+        expected = product(as_e4m3(given) if terms == 1 else given, weight)[:, :24]
+        assert distance(matmul.linear(given, part), expected) <= 5e-3
+        gated = matmul.gated_matmul(given, part, norm=None, eps=EPS, gate_bias=None, up_bias=None, activation="silu")
+        assert distance(gated, functional.silu(expected[:, :12]) * expected[:, 12:]) <= 1e-2
 
 
-def test_more_rows_than_two_terms_pay_for_are_multiplied_as_bf16() -> None:
+@pytest.mark.parametrize("terms", [1, 2])
+def test_a_view_of_rows_has_their_scales(terms: int) -> None:
+    """As the keys and values of a layer are."""
+    weight, x = fp8(96, 256), states(20, MANY, 256)
+    part = matrices.rows(packed(weight, terms), 48, 96)
+    assert e4m3_matmul.is_faster(part, MANY)
+    expected = product(as_e4m3(x) if terms == 1 else x, weight)[:, 48:]
+    assert distance(matmul.linear(x, part), expected) <= EXACT
+
+
+def test_more_rows_than_two_terms_pay_for_are_multiplied_as_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = fp8(48, 256), states(15, e4m3_matmul.MOST_ROWS + 1, 256)
     assert not e4m3_matmul.is_faster(packed(weight, 2), len(x))
     assert e4m3_matmul.is_faster(packed(weight, 1), len(x))
+    monkeypatch.setattr(e4m3_matmul, "multiply", None)  # not called
     assert distance(matmul.linear(x, packed(weight, 2)), product(x, weight)) <= 5e-3
 
 

@@ -6,8 +6,8 @@ of the pass reads or writes. `wait` returns when the kernel before has ended; th
 kernels have ended. Before it, a kernel may load weights, which no kernel writes.
 
 Rope and attention also load the batch before they wait: its writer has ended by then, because a kernel releases the
-next one after its own wait. Norms alone release before it, so that the matmul behind them loads weights meanwhile. So a
-norm must not follow the writer of a batch directly, with rope or attention behind it.
+next one after its own wait. Norms and `split_row` alone release before it, so that the matmul behind them loads weights
+meanwhile. So neither may follow the writer of a batch directly, with rope or attention behind it.
 
 Kernels without PDL keep the usual order.
 """

@@ -1,12 +1,13 @@
 """Matmuls of many rows with FP8 weights, on the tensor cores for e4m3, by cuBLAS.
 
-These multiply e4m3 numbers in half the time that bf16 takes, and weights need not be unpacked. An activation is the sum
-of two e4m3 numbers, times a power of two for its row: 4 bits each hold the 8 bits of a bf16, unless it is smaller than
-2^-13 times the largest of its row. With `activations=fast` it is rounded to one e4m3 number, for any number of rows.
+The tensor cores multiply e4m3 numbers in half the time that bf16 takes, and the weights need not be unpacked. Two e4m3
+numbers, of 4 significant bits each, represent the 8 bits of a bf16 exactly, if it is scaled by a power of two for its
+row. Bits are lost only below 2^-13 of the largest number of the row. With `activations=fast` an activation is rounded
+to one e4m3 number, whatever the number of rows is. Sums of e4m3 numbers have about 14 bits.
 
 The terms of a row are lines of the left factor, with columns in the order of the words (matrices.py). cuBLAS multiplies
 the lines without scales, because its kernels with a scale for each row are slower. The kernel that follows adds the
-products of the terms and applies the scales.
+sums of the terms and applies the scales.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from .device import INTERPRETED, LAUNCH, release, rounded, wait
 from .matrices import ALIGNMENT, Matrix
 from .pointwise import BLOCK, apply_gate
 
-# Rows between which two terms are fastest, measured on an H200 for 1.5B, 8B and 14B. With fewer, the fused kernel
-# unpacks each weight once; with more, dequantized weights are multiplied once instead of twice.
+# Rows between which two terms are fastest: on an H200 for 1.5B, 8B and 14B (512 and 1,024 were measured, 768 was not).
+# With fewer the fused kernel unpacks each weight once; with more, dequantized weights are multiplied once, not twice.
 FEWEST_ROWS, MOST_ROWS = 33, 768
 LEAST = tl.constexpr(2.0**-100)  # largest number of a row, so that no scale is 0
-LOW = tl.constexpr(2.0**-4)  # unit of the second terms: the bits of the first
+LOW = tl.constexpr(2.0**-4)  # the second term is stored times 16: the first leaves at most 1/16 of the number
 
 
-class Products(NamedTuple):
-    """Argument of kernels: the product of activations and a matrix before terms are added and scales applied."""
+class Unscaled(NamedTuple):
+    """Argument of kernels: the result of a matmul before terms are added and scales applied."""
 
     lines: Tensor  # [T * terms, N]: the terms of a row are neighbours
-    rows: Tensor  # [T] f32: scales
-    channel: Tensor  # [N] f32: scales
+    row_scales: Tensor  # [T] f32
+    channel_scales: Tensor  # [N] f32
 
 
 def is_faster(matrix: Matrix, tokens: int) -> bool:
@@ -46,15 +47,15 @@ def is_faster(matrix: Matrix, tokens: int) -> bool:
     return matrix.terms == 1 or tokens <= MOST_ROWS
 
 
-def multiply(x: Tensor, matrix: Matrix, norm: Tensor | None, eps: float, dtype: torch.dtype) -> Products:
-    """Multiply x [T, K], or its rms_norm, with `matrix`."""
+def multiply(x: Tensor, matrix: Matrix, norm: Tensor | None, eps: float, dtype: torch.dtype) -> Unscaled:
+    """Multiply x [T, K], or its rms_norm, with `matrix`; dtype: of the lines."""
     tokens, width = x.shape
     padded = matrix.data.shape[1] * 2
     states = torch.empty(tokens * matrix.terms, padded, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(tokens, device=x.device)
     _launch_rows(x, norm, states, scales, width, padded, eps, matrix.terms, matrix.span)
     assert matrix.channel is not None
-    return Products(_cublas(states, matrix.data.view(torch.float8_e4m3fn), matrix.one, dtype), scales, matrix.channel)
+    return Unscaled(_cublas(states, matrix.data.view(torch.float8_e4m3fn), matrix.one, dtype), scales, matrix.channel)
 
 
 def rounded_rows(x: Tensor, norm: Tensor | None, eps: float) -> Tensor:
@@ -64,27 +65,25 @@ def rounded_rows(x: Tensor, norm: Tensor | None, eps: float) -> Tensor:
     return out
 
 
-def write(products: Products, bias: Tensor | None, out: Tensor, add: bool) -> None:
-    """Write the product, plus bias, to `out` [T, N], or add it there."""
-    tokens, width = products.rows.shape[0], products.lines.shape[1]
-    if tokens:
-        terms = products.lines.shape[0] // tokens
-        grid = (tokens, triton.cdiv(width, BLOCK))
-        write_row[grid](products, bias, out, width, terms=terms, add=add, block=BLOCK, **LAUNCH)
+def write(found: Unscaled, bias: Tensor | None, out: Tensor, add: bool) -> None:
+    """Write the result, plus bias, to `out` [T, N], or add it there."""
+    tokens, width = out.shape
+    grid = (tokens, triton.cdiv(width, BLOCK))
+    terms = found.lines.shape[0] // tokens
+    write_row[grid](found, bias, out, width, terms=terms, add=add, block=BLOCK, **LAUNCH)
 
 
 def gate(
-    both: Products, deltas: Tensor | None, gate_bias: Tensor | None, up_bias: Tensor | None, activation: Activation
+    both: Unscaled, deltas: Tensor | None, gate_bias: Tensor | None, up_bias: Tensor | None, activation: Activation
 ) -> Tensor:
-    """Return activation(gate) * up: [T, N], of the product [T, 2 * N], gate before up; deltas as in Biases."""
-    tokens, width = both.rows.shape[0], both.lines.shape[1] // 2
-    out = torch.empty(tokens, width, dtype=torch.bfloat16, device=both.rows.device)  # [T, N]
-    if tokens:
-        terms = both.lines.shape[0] // tokens
-        grid = (tokens, triton.cdiv(width, BLOCK))
-        gate_products[grid](
-            both, deltas, gate_bias, up_bias, out, width, terms=terms, activation=activation, block=BLOCK, **LAUNCH
-        )
+    """Return activation(gate) * up: [T, N], of results [T, 2 * N], gate before up; deltas as in Biases."""
+    tokens, width = both.row_scales.shape[0], both.lines.shape[1] // 2
+    out = torch.empty(tokens, width, dtype=torch.bfloat16, device=both.lines.device)  # [T, N]
+    grid = (tokens, triton.cdiv(width, BLOCK))
+    terms = both.lines.shape[0] // tokens
+    gate_row[grid](
+        both, deltas, gate_bias, up_bias, out, width, terms=terms, activation=activation, block=BLOCK, **LAUNCH
+    )
     return out
 
 
@@ -158,22 +157,22 @@ def split_row(
 
 
 @triton.jit
-def _product(products, row, column, inside, width, terms: tl.constexpr):
-    """Return numbers of one row of the product, fp32."""
-    line = products.lines + row * terms * width
+def _scaled(found, row, column, inside, width, terms: tl.constexpr):
+    """Return numbers of one row of the result, fp32."""
+    line = found.lines + row * terms * width
     value = tl.load(line + column, mask=inside, other=0).to(tl.float32)
     if terms == 2:
         value += LOW * tl.load(line + width + column, mask=inside, other=0).to(tl.float32)
-    return value * (tl.load(products.rows + row) * tl.load(products.channel + column, mask=inside, other=0))
+    return value * (tl.load(found.row_scales + row) * tl.load(found.channel_scales + column, mask=inside, other=0))
 
 
 @triton.jit
-def write_row(products, bias, out, width, terms: tl.constexpr, add: tl.constexpr, block: tl.constexpr):
+def write_row(found, bias, out, width, terms: tl.constexpr, add: tl.constexpr, block: tl.constexpr):
     wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < width
-    value = _product(products, row, column, inside, width, terms)
+    value = _scaled(found, row, column, inside, width, terms)
     if bias is not None:
         value += tl.load(bias + column, mask=inside, other=0)
     if add:
@@ -182,15 +181,15 @@ def write_row(products, bias, out, width, terms: tl.constexpr, add: tl.constexpr
 
 
 @triton.jit
-def gate_products(
+def gate_row(
     both, deltas, gate_bias, up_bias, out, width, terms: tl.constexpr, activation: tl.constexpr, block: tl.constexpr
 ):
     wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < width
-    gated = _product(both, row, column, inside, 2 * width, terms)
-    up = _product(both, row, width + column, inside, 2 * width, terms)
+    gated = _scaled(both, row, column, inside, 2 * width, terms)
+    up = _scaled(both, row, width + column, inside, 2 * width, terms)
     if deltas is not None:
         gated += tl.load(deltas + row * 2 * width + column, mask=inside, other=0)
         up += tl.load(deltas + (row * 2 + 1) * width + column, mask=inside, other=0)

@@ -107,13 +107,13 @@ def matmul(
     target = add if add is not None else out
     if target is None:
         target = torch.empty(x.shape[0], matrix.shape[0], device=x.device)  # [T, N]
-    if _is_fused(x.shape[0], matrix):
-        _launch_fused(x, matrix, norm, eps, Biases(bias, None), target, None, add is not None)
-        return target
     if e4m3_matmul.is_faster(matrix, x.shape[0]):
         e4m3_matmul.write(e4m3_matmul.multiply(x, matrix, norm, eps, target.dtype), bias, target, add is not None)
         return target
-    _multiply(_normed(x, norm, eps, matrix.compute), matrix, target, add is not None)
+    if _is_fused(x.shape[0], matrix):
+        _launch_fused(x, matrix, norm, eps, Biases(bias, None), target, None, add is not None)
+        return target
+    _multiply(_normed(x, norm, eps, matrix), matrix, target, add is not None)
     if bias is not None:
         target += bias
     return target
@@ -135,15 +135,15 @@ def gated_matmul(
     deltas [T, 2 * N] f32 are added to the products.
     """
     outputs = gate_up.shape[0] // 2
+    if e4m3_matmul.is_faster(gate_up, x.shape[0]):
+        found = e4m3_matmul.multiply(x, gate_up, norm, eps, gate_up.compute)
+        return e4m3_matmul.gate(found, deltas, gate_bias, up_bias, activation)
     if _is_fused(x.shape[0], gate_up):
         out = torch.empty(x.shape[0], outputs, dtype=gate_up.compute, device=x.device)  # [T, N]
         _launch_fused(x, gate_up, norm, eps, Biases(gate_bias, up_bias, deltas), out, activation, False)
         return out
-    if e4m3_matmul.is_faster(gate_up, x.shape[0]):
-        products = e4m3_matmul.multiply(x, gate_up, norm, eps, gate_up.compute)
-        return e4m3_matmul.gate(products, deltas, gate_bias, up_bias, activation)
     both = torch.empty(x.shape[0], 2 * outputs, dtype=gate_up.compute, device=x.device)  # [T, 2 * N]
-    _multiply(_normed(x, norm, eps, gate_up.compute), gate_up, both)
+    _multiply(_normed(x, norm, eps, gate_up), gate_up, both)
     if deltas is not None:
         both += deltas
     return gate(both, gate_bias, up_bias, activation)
@@ -159,8 +159,6 @@ def norm_linear(x: Tensor, weight: Tensor, eps: float, matrix: Matrix, out: Tens
 
 def _is_fused(tokens: int, matrix: Matrix) -> bool:
     """Return whether a fused kernel multiplies this many rows, or cuBLAS."""
-    if e4m3_matmul.is_faster(matrix, tokens):
-        return False
     return matrix.batch_invariant or tokens <= (ROWS if matrix.kind == "float" else EXPANDED_ROWS)
 
 
@@ -177,9 +175,7 @@ def _launch_fused(
     if matrix.kind == "float":
         launch(x, matrix, norm, eps, biases, out, tiling(matrix, activation is not None), activation, add)
     else:
-        rounded = matrix.terms == 1
-        states = e4m3_matmul.rounded_rows(x, norm, eps) if rounded else _normed(x, norm, eps, matrix.compute)
-        quantized_matmul.launch(states, matrix, biases, out, activation, add)
+        quantized_matmul.launch(_normed(x, norm, eps, matrix), matrix, biases, out, activation, add)
 
 
 def launch(
@@ -226,8 +222,11 @@ def launch(
     )
 
 
-def _normed(x: Tensor, norm: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype) if norm is None else rms_norm(x, norm, eps, dtype)
+def _normed(x: Tensor, norm: Tensor | None, eps: float, matrix: Matrix) -> Tensor:
+    """Return x, or its rms_norm, as it is multiplied with `matrix`."""
+    if matrix.terms == 1:
+        return e4m3_matmul.rounded_rows(x, norm, eps)
+    return x.to(matrix.compute) if norm is None else rms_norm(x, norm, eps, matrix.compute)
 
 
 def _multiply(x: Tensor, matrix: Matrix, out: Tensor, add: bool = False) -> None:

@@ -70,7 +70,7 @@ class Matrix:
     scales: Tensor | None = None  # [chunks, N, groups] bf16, or int32: two bf16, the scale in the low bits
     channel: Tensor | None = None  # [N] f32: scales of whole rows
     batch_invariant: bool = False  # a row's result must not depend on the number of rows
-    terms: int = 0  # of fp8: e4m3 numbers per activation in e4m3_matmul.py; 0: it cannot multiply this matrix
+    terms: int = 0  # of fp8: e4m3 numbers of an activation in e4m3_matmul.py; 0: not multiplied there
     one: Tensor = field(default_factory=lambda: torch.ones((), device=DEVICE))  # f32: the scale for cuBLAS there
     split_counters: Tensor = field(default_factory=lambda: torch.zeros(MOST_TILES, dtype=torch.int32, device=DEVICE))
 

@@ -1,7 +1,7 @@
 """Matmuls of bf16 activations [T, K] with a quantized matrix [N, K]: weights become bf16 in registers.
 
 The kernel reads tiles of words through shared memory into the registers of the tensor cores' left factor, unpacks
-them there with about one instruction per weight, and multiplies. Layout and arithmetic of the words: matrices.py.
+them there with 1 to 1.5 instructions per weight, and multiplies. Layout and arithmetic of the words: matrices.py.
 Conversions of integers by the hardware are several times slower than memory, so the bits of a weight are placed into a
 float whose exponent is known. Sums are fp32. The first words of a program are loaded before it waits for the kernel
 that computes the activations. A batch-invariant matrix is cut into the same columns and parts for any T. The number of
