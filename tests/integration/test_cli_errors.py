@@ -92,6 +92,12 @@ def test_an_unknown_model_is_an_error(outrider, command) -> None:
     refused(outrider(*command, "-m", "no-such-model"), "no-such-model")
 
 
+@pytest.mark.parametrize("name", ["quantize", "activations", "threads"])
+def test_a_race_refuses_mistakes_before_it_installs_engines(outrider, model, name: str) -> None:
+    arguments, fragment = MISTAKES[name]
+    refused(outrider("bench", "peers", "a prompt", "-m", model, "--json", *arguments), fragment)
+
+
 def test_cuda_without_a_gpu_is_an_error(outrider, model, monkeypatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

@@ -205,14 +205,13 @@ def peers(
 
     if backend not in ("cpu", "cuda"):
         raise UserError(f"`--backend` is `{backend}`: pass cpu or cuda")
+    check(EngineConfig(quantize=quantize, activations=activations, threads=threads))  # before installing anything
     if speculate is None or auto.is_auto(speculate):
         speculate = auto.choose(model, backend, has_modules(export.checked(model, backend)))
     method = registry.forgetful(speculate)
     parse(method)  # refuse a bad specification before installing anything
     chosen = [registry.ours(method), *registry.choose(peer or [], backend)]
     sizes = options.numbers("--batch", batch)
-    if threads is not None and threads < 1:
-        raise UserError(f"`threads` is {threads}: it must be at least 1")
     if plot is not None:
         console.check_plot(plot)
     prompt_sets = evaluation(folder, limit) if folder is not None else {}

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..structures import Activation
 from .device import INTERPRETED, LAUNCH, release, rounded, wait
 from .matrices import ALIGNMENT, Matrix
-from .pointwise import BLOCK, apply_gate
+from .pointwise import BLOCK, biased_gate
 
 # Rows between which two terms are fastest: on an H200 for 1.5B, 8B and 14B (512 and 1,024 were measured, 768 was not).
 # With fewer the fused kernel unpacks each weight once; with more, dequantized weights are multiplied once, not twice.
@@ -193,8 +193,5 @@ def gate_row(
     if deltas is not None:
         gated += tl.load(deltas + row * 2 * width + column, mask=inside, other=0)
         up += tl.load(deltas + (row * 2 + 1) * width + column, mask=inside, other=0)
-    if gate_bias is not None:
-        gated += tl.load(gate_bias + column, mask=inside, other=0)
-    if up_bias is not None:
-        up += tl.load(up_bias + column, mask=inside, other=0)
-    tl.store(out + row * width + column, rounded(apply_gate(gated, up, activation), tl.bfloat16), mask=inside)
+    value = biased_gate(gated, up, gate_bias, up_bias, column, inside, activation)
+    tl.store(out + row * width + column, rounded(value, tl.bfloat16), mask=inside)

@@ -189,12 +189,18 @@ def _gate_row(both, gate_bias, up_bias, out, width, activation: tl.constexpr, bl
     inside = column < width
     gated = tl.load(both + row * 2 * width + column, mask=inside, other=0).to(tl.float32)
     up = tl.load(both + (row * 2 + 1) * width + column, mask=inside, other=0).to(tl.float32)
+    value = biased_gate(gated, up, gate_bias, up_bias, column, inside, activation)
+    tl.store(out + row * width + column, rounded(value, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def biased_gate(gate, up, gate_bias, up_bias, column, inside, activation: tl.constexpr):
+    """Return activation(gate + gate_bias) * (up + up_bias) for these columns; a bias may be None."""
     if gate_bias is not None:
-        gated += tl.load(gate_bias + column, mask=inside, other=0)
+        gate += tl.load(gate_bias + column, mask=inside, other=0)
     if up_bias is not None:
         up += tl.load(up_bias + column, mask=inside, other=0)
-    value = apply_gate(gated, up, activation)
-    tl.store(out + row * width + column, rounded(value, out.dtype.element_ty), mask=inside)
+    return apply_gate(gate, up, activation)
 
 
 @triton.jit
