@@ -89,6 +89,13 @@ class Job(NamedTuple):
 def candidates(kind: Kind, shape: Shape, rows: int) -> Iterator[Tiling]:
     """Yield tilings that fill the GPU, and do not split a matrix into more programs than help."""
     outputs = shape.outputs // 2 if shape.gated else shape.outputs
+    if kind == "float" and rows > ROWS:
+        many = [(32, 4), (64, 4), (64, 8), (128, 8)] if shape.gated else [(64, 4), (128, 4), (128, 8), (256, 8)]
+        for (tile_outputs, warps), columns, stages, parts in product(many, (64, 128), (4, 8), (1, 2, 4, 8)):
+            programs = -(-outputs // tile_outputs) * parts
+            if 96 <= programs <= 528 and shape.columns / columns / parts >= 2:
+                yield Tiling(tile_outputs, columns, warps, stages, rows, parts)
+        return
     sizes = [(16, 4), (32, 4), (64, 4), (128, 8)]
     if kind != "float":
         sizes = [(16, 2), (32, 2), (32, 4), (64, 4), (64, 8)] if shape.gated else [(32, 2), (64, 4), (128, 4), (128, 8)]
@@ -104,19 +111,24 @@ def candidates(kind: Kind, shape: Shape, rows: int) -> Iterator[Tiling]:
             yield Tiling(16, columns, warps, 4, rows, slices=warps)
 
 
-def tiling_of(kind: Kind, shape: Shape, rows: int) -> Tiling:
+def tiling_of(kind: Kind, shape: Shape, rows: int) -> Tiling | None:
+    """Return the tiling in use; None: cuBLAS."""
     if kind == "float":
-        return matmul.choose(2, *shape)
+        return matmul.choose(2, *shape, rows)
     return quantized_matmul.choose(kind, *shape, rows, 1)
 
 
-def use(kind: Kind, shape: Shape, tile: Tiling) -> None:
-    if kind == "float":
-        matmul.TUNED[(2, *shape)] = tile
-        matmul.choose.cache_clear()
-    else:
-        quantized_matmul.TUNED[(kind, *shape, tile.rows)] = tile
+def use(kind: Kind, shape: Shape, rows: int, tile: Tiling | None) -> None:
+    if kind != "float":
+        assert tile is not None
+        quantized_matmul.TUNED[(kind, *shape, rows)] = tile
         quantized_matmul.choose.cache_clear()
+        return
+    if tile is None:
+        matmul.TUNED.pop((2, *shape, rows), None)
+    else:
+        matmul.TUNED[(2, *shape, rows)] = tile
+    matmul.choose.cache_clear()
 
 
 def random_matrix(kind: Kind, shape: Shape) -> Matrix:
@@ -182,11 +194,11 @@ def tune(chain: Chain, kind: Kind, shapes: dict[str, Shape], rows: int) -> None:
     say(f"{kind}, tiles of {rows} rows, {len(chain.x)} tokens: {chain.microseconds():.2f} us")
     for matrix, shape in shapes.items():
         chosen = tiling_of(kind, shape, rows)
-        use(kind, shape, chosen)
+        use(kind, shape, rows, chosen)
         least = chain.microseconds()
         found = [f"{described(chosen)} {least:.2f}"]
         for tile in candidates(kind, shape, rows):
-            use(kind, shape, tile)
+            use(kind, shape, rows, tile)
             try:
                 time = chain.microseconds()
             except Exception as problem:  # too much shared memory, or registers
@@ -195,11 +207,13 @@ def tune(chain: Chain, kind: Kind, shapes: dict[str, Shape], rows: int) -> None:
             found.append(f"{described(tile)} {time:.2f}")
             if time < least - LEAST_GAIN:
                 least, chosen = time, tile
-        use(kind, shape, chosen)
+        use(kind, shape, rows, chosen)
         say(f"  {matrix}: {described(chosen)} of {'; '.join(found)}")
 
 
-def described(tile: Tiling) -> str:
+def described(tile: Tiling | None) -> str:
+    if tile is None:
+        return "cuBLAS"
     sliced = f", slices={tile.slices}" if tile.slices > 1 else ""
     return f"({tile.outputs}, {tile.columns}, {tile.warps}, {tile.stages}, {tile.parts}{sliced})"
 
@@ -218,7 +232,7 @@ def compile_tiling(job: Job) -> None:
         activation: Activation | None = "silu" if shape.gated else None
         try:
             if kind == "float":
-                states, weight = (x.to(matrix.compute), None) if add else (x, norm)
+                states, weight = (x.to(matrix.compute), None) if add or tile.rows > ROWS else (x, norm)
                 matmul.launch(states, matrix, weight, EPS, none, out, tile, activation, add)
             else:
                 quantized_matmul.launch(x.to(matrix.compute), matrix, none, out, activation, add, tile)
@@ -230,11 +244,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="8B", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--kinds", default="int4,fp8,int8", help=f"of {', '.join(get_args(Kind))}")
-    parser.add_argument("--rows", default="8", help="rows of a tile, for quantized matrices")
+    parser.add_argument("--rows", default="8", help="rows of a tile; of float matrices 16, 32 or 64")
     asked = parser.parse_args()
     kinds: list[Kind] = asked.kinds.split(",")
     models = {name: MODELS[name] for name in asked.models.split(",")}
-    rows = {kind: [ROWS] if kind == "float" else [int(each) for each in asked.rows.split(",")] for kind in kinds}
+    asked_rows = [int(each) for each in asked.rows.split(",")]
+    rows = {kind: sorted({max(each, ROWS) if kind == "float" else each for each in asked_rows}) for kind in kinds}
     jobs = [
         Job(kind, shape, tile)
         for model, kind in product(models.values(), kinds)
@@ -248,7 +263,8 @@ def main() -> None:
             layers = random_layers(shapes, kind)
             for each in rows[kind]:
                 say(f"{name}, {', '.join(shapes)}")
-                tune(chain_of(model, layers, 1 if each == 8 or kind == "float" else each), kind, shapes, each)
+                tokens = 1 if each == (ROWS if kind == "float" else 8) else each
+                tune(chain_of(model, layers, tokens), kind, shapes, each)
             del layers
     for table in (matmul.TUNED, quantized_matmul.TUNED):
         for key, tile in table.items():

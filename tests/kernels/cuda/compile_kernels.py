@@ -258,14 +258,16 @@ def tuned_matmuls() -> Iterator[tuple[str, Callable[[], object]]]:
             quantized_matmul.launch(x.to(matrix.compute), matrix, biases, out, activation, False, tile)
             quantized_matmul.dequantized_rows(matrix, 0, outputs)
 
-    for (_, outputs, columns, gated), tile in matmul.TUNED.items():
-        yield f"float {outputs}x{columns}", lambda c=columns, g=gated, t=tile: run("float", c, g, t)
+    for (_, outputs, columns, gated, rows), tile in matmul.TUNED.items():
+        yield f"float {outputs}x{columns}x{rows}", lambda c=columns, g=gated, t=tile: run("float", c, g, t)
     for (kind, outputs, columns, gated, rows), tile in quantized_matmul.TUNED.items():
         yield f"{kind} {outputs}x{columns}x{rows}", lambda k=kind, c=columns, g=gated, t=tile: run(k, c, g, t)
     shapes = ((3072, 1024, False), (1024, 1024, False), (1024, 3072, False), (3072, 1024, True))
-    for outputs, columns, gated in shapes:
-        tile = matmul.choose(2, outputs, columns, gated)
-        yield f"float {outputs}x{columns} by its form", lambda c=columns, g=gated, t=tile: run("float", c, g, t)
+    for (outputs, columns, gated), rows in product((*shapes, (17408, 1024, True)), (16, *matmul.MANY_ROWS)):
+        tile = matmul.choose(2, outputs, columns, gated, rows)
+        name = f"float {outputs}x{columns}x{rows} by its form"
+        if tile is not None:
+            yield name, lambda c=columns, g=gated, t=tile: run("float", c, g, t)
     for kind, (outputs, columns, gated), rows in product(("int4", "int8", "fp8"), shapes, quantized_matmul.USUAL):
         tile = quantized_matmul.choose(kind, outputs, columns, gated, rows, 1)
         yield f"{kind} {outputs}x{columns} of {rows} rows", lambda k=kind, c=columns, g=gated, t=tile: run(k, c, g, t)

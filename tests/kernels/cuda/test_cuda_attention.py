@@ -100,6 +100,18 @@ def test_attention_is_that_of_the_reference(name: str) -> None:
     assert difference(found, meant(queries, heads, batch, pages)) < 1e-5
 
 
+@pytest.mark.parametrize("name", ["fast", "window", "three heads of 80"])
+@pytest.mark.parametrize("many", [1, 1 << 20], ids=["small tiles", ""])
+def test_many_rows_some_of_them_without_tokens(name: str, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows than are read at a time, and texts of several tiles of keys."""
+    monkeypatch.setattr(paged_attention, "MANY", many)
+    heads = replace(SEEN[name], batch_invariant=False)
+    batch = inputs.random_batch(inputs.generator(6), [(0 if row % 10 else 150, row % 3) for row in range(70)])
+    pages, queries = storage(batch, heads, torch.bfloat16), random_queries(batch, heads)
+    found = run(queries, heads, batch, pages)
+    assert difference(found, meant(queries, heads, batch, pages)) < 2 * TOLERANCE[torch.bfloat16]
+
+
 @pytest.mark.parametrize("name", ["fast", "soft cap", "sinks", "hidden", "blocks", "anchored", "three heads of 80"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
 @pytest.mark.parametrize("long", [1024, 64], ids=["", "widest tiles"])

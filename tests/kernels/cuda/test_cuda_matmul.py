@@ -139,7 +139,7 @@ def test_nibbles_with_a_table_take_four_bits(kind: str) -> None:
 
 
 @pytest.mark.parametrize("storage", STORED)
-@pytest.mark.parametrize("tokens", [1, 16, 17, 40])
+@pytest.mark.parametrize("tokens", [1, 16, 17, 40, 70])
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_norm_bias_and_residual(storage: str, tokens: int, batch_invariant: bool) -> None:
     stored = weight(STORED[storage], 70, 160)
@@ -161,7 +161,7 @@ def test_norm_bias_and_residual(storage: str, tokens: int, batch_invariant: bool
 
 @pytest.mark.parametrize("storage", STORED)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize("tokens", [5, 40])
+@pytest.mark.parametrize("tokens", [5, 20, 40, 70])
 def test_the_gate_of_an_mlp(storage: str, activation: Activation, tokens: int) -> None:
     gate, up = weight(STORED[storage], 70, 96, 1), weight(STORED[storage], 70, 96, 2)
     x, scale, gate_bias, up_bias = normal(1, tokens, 96), normal(2, 96), normal(3, 70), normal(4, 70)
@@ -296,17 +296,44 @@ def test_a_tiling_divides_its_matrix_and_fills_the_gpu(
         assert known or 2 * programs * tile.parts > most or steps < 6
 
 
-@pytest.mark.parametrize(
-    ("outputs", "columns", "gated"), [*SHAPES, *quantized_matmul.SHAPES, (896, 896, False), (3072, 576, True)]
-)
+FLOAT_SHAPES = [*SHAPES, *quantized_matmul.SHAPES, (896, 896, False), (3072, 576, True), (34816, 5120, True)]
+
+
+@pytest.mark.parametrize(("outputs", "columns", "gated"), FLOAT_SHAPES)
+@pytest.mark.parametrize("rows", [16, 32])
 def test_parts_of_a_float_matrix_fill_the_gpu_once(
-    outputs: int, columns: int, gated: bool, monkeypatch: pytest.MonkeyPatch
+    outputs: int, columns: int, gated: bool, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(matmul, "INTERPRETED", False)
-    tile = matmul.choose.__wrapped__(torch.bfloat16.itemsize, outputs, columns, gated)
+    tile = matmul.choose.__wrapped__(torch.bfloat16.itemsize, outputs, columns, gated, rows)
+    assert tile is not None and (tile.rows == rows or tile.rows < rows == 16)
     programs, steps = tile.parts * -(-outputs // (1 + gated) // tile.outputs), -(-columns // tile.columns)
     assert tile.parts == 1 or (programs <= 132 and steps >= 2 * tile.parts)
     assert 2 * programs > 132 or steps < 4 * tile.parts
+
+
+@pytest.mark.parametrize(("outputs", "columns", "gated"), FLOAT_SHAPES)
+def test_gated_matmuls_of_64_rows_run_at_once_or_by_cublas(
+    outputs: int, columns: int, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matmul, "INTERPRETED", False)
+    key = torch.bfloat16.itemsize, outputs, columns, gated, 64
+    tile = matmul.choose.__wrapped__(*key)
+    at_once = gated and outputs <= 2 * 132 * 128
+    assert (tile is not None) == at_once
+    if tile is not None:
+        assert tile.rows == 64
+        assert key in matmul.TUNED or -(-outputs // 2 // tile.outputs) <= 132
+
+
+@pytest.mark.parametrize("storage", ["bf16", "f16", "f32"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_cublas_multiplies_floats_of_many_rows_unless_results_are_batch_invariant(storage: str, gated: bool) -> None:
+    fast, batch_invariant = (matrices.matrix(weight(storage, 64, 96), batch_invariant=each) for each in (False, True))
+    most = 16 if storage == "f32" else 64 if gated else 32
+    for tokens in (1, 16, 17, 32, 33, 64, 65, 1000):
+        assert (matmul.tiling(fast, gated, tokens) is not None) == (tokens <= most)
+        assert matmul.tiling(batch_invariant, gated, tokens) == matmul.tiling(batch_invariant, gated, 1) is not None
 
 
 @pytest.mark.parametrize(("outputs", "columns"), [(8192, 128), (2048, 256), (57344, 256), (1024, 65536)])
@@ -395,6 +422,8 @@ TILINGS = {
     "several steps in slices": Tiling(16, 64, 4, 2, slices=2),
     "parts of one step": Tiling(16, 64, 4, 1, rows=8, parts=3, slices=2),
     "parts of unequal length": Tiling(16, 32, 4, 2, parts=4),
+    "many rows": Tiling(32, 64, 4, 2, rows=64),
+    "parts of many rows": Tiling(16, 64, 4, 2, rows=32, parts=2),
 }
 QUANTIZED_TILINGS = {
     "one part": Tiling(16, 128, 4, 1),

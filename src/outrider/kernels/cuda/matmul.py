@@ -3,9 +3,10 @@
 The kernel for float matrices multiplies [outputs, columns] of the matrix with [columns, rows], accumulating in fp32.
 The matrix is the left factor, so that the long side of the tensor-core tile runs along its rows. Fused: RMS norm (its
 weight when x is read, its scale after the loop), bias, the gate of an MLP, the residual. The first weights of a program
-are loaded before it waits for the kernel that computes x. A batch-invariant matrix always takes the fused kernel, 16
-rows at a time: its sums have one order for any T. Tilings depend on the shape of the matrix alone. Quantized matrices:
-see quantized_matmul.py; of FP8 with many rows: e4m3_matmul.py.
+are loaded before it waits for the kernel that computes x. With more than 16 rows the norm is a kernel of its own, and
+with more than 32 cuBLAS is as fast, unless there is a gate to fuse. A batch-invariant matrix always takes the fused
+kernel, 16 rows at a time: its sums have one order for any T. Its tiling depends on the shape of the matrix alone.
+Quantized matrices: see quantized_matmul.py; of FP8 with many rows: e4m3_matmul.py.
 """
 
 from __future__ import annotations
@@ -51,39 +52,54 @@ class TileShape(NamedTuple):
 
 
 EMULATED = Tiling(128, 128, 4, 1)  # in the interpreter a tile costs the same whatever its size
+MANY_ROWS = (32, 64)  # rows of larger tiles of 16-bit matrices; with 64, of gated matmuls alone
 MULTIPROCESSORS = 132  # of an H200: split-k makes at most as many programs
-# Measured on an H200, where `choose` is slower: (bytes per weight, N, K, gated).
-TUNED: dict[tuple[int, int, int, bool], Tiling] = {
-    (2, 32000, 4096, False): Tiling(128, 64, 4, 5),
-    (2, 49152, 576, False): Tiling(128, 64, 4, 5),
-    (2, 19456, 2560, True): Tiling(32, 128, 4, 6),
-    (2, 22016, 2048, True): Tiling(32, 128, 4, 6),
-    (2, 34816, 5120, True): Tiling(32, 128, 4, 6),
+# Measured on an H200, where `choose` is slower: (bytes per weight, N, K, gated, rows per program).
+TUNED: dict[tuple[int, int, int, bool, int], Tiling] = {
+    (2, 32000, 4096, False, ROWS): Tiling(128, 64, 4, 5),
+    (2, 49152, 576, False, ROWS): Tiling(128, 64, 4, 5),
+    (2, 19456, 2560, True, ROWS): Tiling(32, 128, 4, 6),
+    (2, 22016, 2048, True, ROWS): Tiling(32, 128, 4, 6),
+    (2, 34816, 5120, True, ROWS): Tiling(32, 128, 4, 6),
+    (2, 28672, 4096, True, 64): Tiling(64, 128, 8, 4, rows=64),
 }
 
 
-def tiling(matrix: Matrix, gated: bool) -> Tiling:
-    """Return the tiling of a float matrix. `gated`: its two halves (gate, up) are multiplied together."""
+def tiling(matrix: Matrix, gated: bool, tokens: int) -> Tiling | None:
+    """Return the tiling of a float matrix for this many rows, None if cuBLAS is faster.
+
+    `gated`: its two halves (gate, up) are multiplied together. A batch-invariant matrix has one tiling.
+    """
     outputs, columns = matrix.shape
-    return choose(matrix.data.element_size(), outputs, columns, gated)
+    rows: int | None = ROWS
+    if not matrix.batch_invariant and tokens > ROWS:
+        rows = next((rows for rows in MANY_ROWS if tokens <= rows), None)
+    return None if rows is None else choose(matrix.data.element_size(), outputs, columns, gated, rows)
 
 
 @cache
-def choose(size: int, outputs: int, columns: int, gated: bool) -> Tiling:
+def choose(size: int, outputs: int, columns: int, gated: bool, rows: int) -> Tiling | None:
     """Return the tiling of a matrix by its form: measured on an H200 in chains of layers of 0.5B to 14B."""
-    if INTERPRETED:
-        return EMULATED
-    found = TUNED.get((size, outputs, columns, gated))
+    found = None if INTERPRETED else TUNED.get((size, outputs, columns, gated, rows))
     if found is not None:
         return found
-    if size == torch.float32.itemsize:
+    whole = size == torch.float32.itemsize
+    if rows > ROWS and (whole or (rows == max(MANY_ROWS) and not gated)):
+        return None
+    if INTERPRETED:
+        return replace(EMULATED, rows=rows)
+    if whole:
         return Tiling(16, 64, 4, 3)
-    if outputs < 2048 and columns <= 2048 and not gated:  # the whole tile is loaded before the states are ready
+    if rows == max(MANY_ROWS):
+        tiles = Tiling(64, 128, 8, 4, rows), Tiling(128, 64, 8, 4, rows)
+        return next((tile for tile in tiles if triton.cdiv(outputs // 2, tile.outputs) <= MULTIPROCESSORS), None)
+    if rows == ROWS and outputs < 2048 and columns <= 2048 and not gated:
+        # The whole tile is loaded before the states are ready.
         warps = 4 if columns <= 1024 else 8
         step = max(128, 1 << (columns - 1).bit_length())
         return Tiling(16, step, warps, 1, rows=8, slices=warps)
     # With 64 lines a warpgroup uses wgmma, and fewer programs read the states.
-    tile = Tiling(32, 128, 4, 4) if gated else Tiling(64, 128, 4, 4 if outputs >= 16384 else 6)
+    tile = Tiling(32, 128, 4, 4, rows) if gated else Tiling(64, 128, 4, 4 if outputs >= 16384 else 6, rows)
     programs, parts = triton.cdiv(outputs // 2 if gated else outputs, tile.outputs), 1
     while 2 * parts * programs <= MULTIPROCESSORS and columns >= 4 * parts * tile.columns:
         parts *= 2
@@ -110,7 +126,7 @@ def matmul(
     if e4m3_matmul.is_faster(matrix, x.shape[0]):
         e4m3_matmul.write(e4m3_matmul.multiply(x, matrix, norm, eps, target.dtype), bias, target, add is not None)
         return target
-    if _is_fused(x.shape[0], matrix):
+    if _is_fused(x.shape[0], matrix, gated=False):
         _launch_fused(x, matrix, norm, eps, Biases(bias, None), target, None, add is not None)
         return target
     _multiply(_normed(x, norm, eps, matrix), matrix, target, add is not None)
@@ -138,7 +154,7 @@ def gated_matmul(
     if e4m3_matmul.is_faster(gate_up, x.shape[0]):
         found = e4m3_matmul.multiply(x, gate_up, norm, eps, gate_up.compute)
         return e4m3_matmul.gate(found, deltas, gate_bias, up_bias, activation)
-    if _is_fused(x.shape[0], gate_up):
+    if _is_fused(x.shape[0], gate_up, gated=True):
         out = torch.empty(x.shape[0], outputs, dtype=gate_up.compute, device=x.device)  # [T, N]
         _launch_fused(x, gate_up, norm, eps, Biases(gate_bias, up_bias, deltas), out, activation, False)
         return out
@@ -157,9 +173,11 @@ def norm_linear(x: Tensor, weight: Tensor, eps: float, matrix: Matrix, out: Tens
     return matmul(x, matrix, norm=weight, eps=eps, out=out)
 
 
-def _is_fused(tokens: int, matrix: Matrix) -> bool:
+def _is_fused(tokens: int, matrix: Matrix, gated: bool) -> bool:
     """Return whether a fused kernel multiplies this many rows, or cuBLAS."""
-    return matrix.batch_invariant or tokens <= (ROWS if matrix.kind == "float" else EXPANDED_ROWS)
+    if matrix.kind == "float":
+        return tiling(matrix, gated, tokens) is not None
+    return matrix.batch_invariant or tokens <= EXPANDED_ROWS
 
 
 def _launch_fused(
@@ -173,7 +191,11 @@ def _launch_fused(
     add: bool,
 ) -> None:
     if matrix.kind == "float":
-        launch(x, matrix, norm, eps, biases, out, tiling(matrix, activation is not None), activation, add)
+        tile = tiling(matrix, activation is not None, x.shape[0])
+        assert tile is not None
+        if tile.rows > ROWS:
+            x, norm = _normed(x, norm, eps, matrix), None
+        launch(x, matrix, norm, eps, biases, out, tile, activation, add)
     else:
         quantized_matmul.launch(_normed(x, norm, eps, matrix), matrix, biases, out, activation, add)
 

@@ -261,6 +261,7 @@ def launch(
         shape=TileShape(tile.rows, tile.outputs, tile.columns // matrix.chunk, tile.parts > 1, tile.slices),
         activation=activation,
         add=add,
+        rounds=matrix.terms == 1 and activation is not None,
         num_warps=tile.warps,
         num_stages=fitting_stages(tile, matrix, x.dtype, activation is not None),
         **LAUNCH,
@@ -334,6 +335,7 @@ def quantized_matmul_tile(
     shape: tl.constexpr,
     activation: tl.constexpr,
     add: tl.constexpr,
+    rounds: tl.constexpr,  # sums to bf16, as e4m3_matmul.py does with more rows
 ):
     per: tl.constexpr = 4 if format.kind == "int4" else 2  # weights of a word
     step_words: tl.constexpr = shape.chunks * format.span
@@ -367,22 +369,23 @@ def quantized_matmul_tile(
     if slices > 1:
         total = tl.sum(total, 0)
     total = true_size(total, format)
-    if words.channel is not None:
-        total *= factor
-    if not shape.split:
-        finish(total, addends, biases.deltas, out, row, output, rows, outputs, activation, add)
-    else:
+    if shape.split:
         # The last program of a tile adds all parts and stores the result.
         tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         size: tl.constexpr = total.shape[0] * row_block
         lane = tl.arange(0, total.shape[0])[:, None] * row_block + tl.arange(0, row_block)[None, :]
         tl.store(split.scratch + (tile * parts + tl.program_id(2)) * size + lane, total)
         tl.debug_barrier()  # all writes of this program come before its count
-        if tl.atomic_add(split.counters + tile, 1, sem="acq_rel") == parts - 1:
-            # The parts are added in their order, so that the sum does not depend on which program is last.
-            tl.store(split.counters + tile, 0)
-            total = _sum_parts(split.scratch + tile * parts * size + lane, parts, size)
-            finish(total, addends, biases.deltas, out, row, output, rows, outputs, activation, add)
+        if tl.atomic_add(split.counters + tile, 1, sem="acq_rel") < parts - 1:
+            return
+        # The parts are added in their order, so that the sum does not depend on which program is last.
+        tl.store(split.counters + tile, 0)
+        total = _sum_parts(split.scratch + tile * parts * size + lane, parts, size)
+    if rounds:
+        total = rounded(total, tl.bfloat16).to(tl.float32)
+    if words.channel is not None:
+        total *= factor
+    finish(total, addends, biases.deltas, out, row, output, rows, outputs, activation, add)
 
 
 @triton.jit
