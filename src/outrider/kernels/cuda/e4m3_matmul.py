@@ -3,7 +3,7 @@
 The tensor cores multiply e4m3 numbers in half the time that bf16 takes, and the weights need not be unpacked. Two e4m3
 numbers, of 4 significant bits each, represent the 8 bits of a bf16 exactly, if it is scaled by a power of two for its
 row. Bits are lost only below 2^-13 of the largest number of the row. With `activations=fast` an activation is rounded
-to one e4m3 number, whatever the number of rows is. Sums of e4m3 numbers have about 14 bits.
+to one e4m3 number and gate and up to bf16, whatever the number of rows is. Sums of e4m3 numbers have about 14 bits.
 
 The terms of a row are lines of the left factor, with columns in the order of the words (matrices.py). cuBLAS multiplies
 the lines without scales, because its kernels with a scale for each row are slower. The kernel that follows adds the
