@@ -160,6 +160,15 @@ def test_gates(terms: int, with_deltas: bool, activation: str) -> None:
     assert distance(found, expected) <= 5e-3
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="sums on a GPU have too few bits")
+def test_gates_of_few_and_of_many_rows_are_rounded_alike() -> None:
+    """Rounding to e4m3, which follows, would enlarge a difference."""
+    matrix, x = packed(fp8(96, 256), 1), states(21, MANY, 256) / 16
+    given = {"norm": None, "eps": EPS, "gate_bias": None, "up_bias": None, "activation": "silu"}
+    few, many = (matmul.gated_matmul(part, matrix, **given) for part in (x[:FEW], x))  # type: ignore[arg-type]
+    assert (few == many[:FEW]).float().mean() > 0.95
+
+
 def test_what_cublas_cannot_read_is_multiplied_otherwise() -> None:
     grouped = inputs.random_weight(inputs.generator(1), "fp8", 48, 256)  # a scale for each block
     x = states(14, MANY, 256)
