@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.device import graphs
 from outrider.kernels import Batch, LayerPages, reference
 from outrider.kernels.cases import inputs
 from outrider.kernels.cases.attention import BUSH, CHAIN, DEEP, ROOTS
@@ -110,6 +112,24 @@ def test_many_rows_some_of_them_without_tokens(name: str, many: int, monkeypatch
     pages, queries = storage(batch, heads, torch.bfloat16), random_queries(batch, heads)
     found = run(queries, heads, batch, pages)
     assert difference(found, meant(queries, heads, batch, pages)) < 2 * TOLERANCE[torch.bfloat16]
+
+
+def test_steps_that_are_not_captured_have_tiles_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warm-up compiles kernels in captured steps."""
+    assert paged_attention.MOST_TOKENS <= graphs.MAX_TOKENS
+    monkeypatch.setattr(paged_attention, "MANY", 1)
+    heads = replace(HEADS, batch_invariant=False)
+    found: list[int] = []
+
+    def launch(*given: object, variant: paged_attention.Variant, **options: object) -> None:
+        found.append(variant.block)
+
+    monkeypatch.setattr(paged_attention, "_attend", defaultdict(lambda: launch))
+    for count in (4, 5):
+        batch = carried(inputs.random_batch(inputs.generator(6), [(0, count)] * 64))
+        pages = inputs.copy_pages(storage(batch, heads, torch.bfloat16), DEVICE)
+        paged_attention.paged_attention(random_queries(batch, heads).to(DEVICE), heads, batch, pages)
+    assert found[0] == paged_attention.SMALL < found[1]
 
 
 @pytest.mark.parametrize("name", ["fast", "soft cap", "sinks", "hidden", "blocks", "anchored", "three heads of 80"])

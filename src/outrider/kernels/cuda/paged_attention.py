@@ -48,6 +48,9 @@ SCRATCH = 1 << 28  # largest scratch memory of split chunks, bytes
 # or three. Microseconds of a layer of 8B: 64 texts of 128 tokens 15 instead of 20, of 1,000 tokens 68 instead of 81, 32
 # texts with five new tokens each 13.6 instead of 15.9; but 32 texts of 320 tokens, 320 programs, 21 instead of 19.
 MANY, SMALL = 396, 32
+MOST_TOKENS = (
+    256  # of a step with such tiles: for longer steps, which are not captured, nothing would compile the kernel
+)
 WARPS, STAGES = 4, 5  # stages: page table, then keys and values two tiles ahead
 LARGE, LARGE_WARPS, LARGE_STAGES = 128, 8, 3  # the same for heads of more than LARGE dimensions and for wide tiles
 LINES_PER_WARP = 16  # of wide tiles of smaller heads
@@ -181,7 +184,7 @@ def paged_attention(
             torch.empty((tokens, 2), dtype=torch.int32, device=device),
         )
     block = _block(padded * max(dtype.itemsize, 2))  # quantized keys become halves
-    if programs > MANY and not (wide or heads.batch_invariant):
+    if programs > MANY and tokens <= MOST_TOKENS and not (wide or heads.batch_invariant):
         block = min(block, SMALL)
     shape = HeadShape(heads.count, heads.kv, heads.size, padded, page, pages.key_scales is not None)
     _attend[(programs, 1, strips)](
