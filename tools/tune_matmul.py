@@ -249,6 +249,8 @@ def main() -> None:
     kinds: list[Kind] = asked.kinds.split(",")
     models = {name: MODELS[name] for name in asked.models.split(",")}
     asked_rows = [int(each) for each in asked.rows.split(",")]
+    if "float" in kinds and any(each not in (8, ROWS, *matmul.MANY_ROWS) for each in asked_rows):
+        parser.error(f"tiles of float matrices have {ROWS} rows, or {' or '.join(map(str, matmul.MANY_ROWS))}")
     rows = {kind: sorted({max(each, ROWS) if kind == "float" else each for each in asked_rows}) for kind in kinds}
     jobs = [
         Job(kind, shape, tile)

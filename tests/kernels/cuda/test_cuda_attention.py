@@ -114,8 +114,8 @@ def test_many_rows_some_of_them_without_tokens(name: str, many: int, monkeypatch
     assert difference(found, meant(queries, heads, batch, pages)) < 2 * TOLERANCE[torch.bfloat16]
 
 
-def test_steps_that_are_not_captured_have_tiles_of_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The warm-up compiles kernels in captured steps."""
+def test_tiles_of_few_keys_are_those_of_steps_that_are_always_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warm-up compiles kernels in captured steps; longer ones with prompts are not captured."""
     assert paged_attention.MOST_TOKENS <= graphs.MAX_TOKENS
     monkeypatch.setattr(paged_attention, "MANY", 1)
     heads = replace(HEADS, batch_invariant=False)

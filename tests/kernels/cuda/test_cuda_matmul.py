@@ -306,6 +306,9 @@ def test_parts_of_a_float_matrix_fill_the_gpu_once(
 ) -> None:
     monkeypatch.setattr(matmul, "INTERPRETED", False)
     tile = matmul.choose.__wrapped__(torch.bfloat16.itemsize, outputs, columns, gated, rows)
+    if rows == 32 and outputs >= 16384 and not gated:  # an LM head
+        assert tile is None
+        return
     assert tile is not None and (tile.rows == rows or tile.rows < rows == 16)
     programs, steps = tile.parts * -(-outputs // (1 + gated) // tile.outputs), -(-columns // tile.columns)
     assert tile.parts == 1 or (programs <= 132 and steps >= 2 * tile.parts)

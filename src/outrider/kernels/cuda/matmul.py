@@ -53,6 +53,8 @@ class TileShape(NamedTuple):
 
 EMULATED = Tiling(128, 128, 4, 1)  # in the interpreter a tile costs the same whatever its size
 MANY_ROWS = (32, 64)  # rows of larger tiles of 16-bit matrices; with 64, of gated matmuls alone
+# Outputs from which a matrix is taken for an LM head. That runs outside of graphs, too: other tiles would compile late.
+LEAST_HEAD = 16384
 MULTIPROCESSORS = 132  # of an H200: split-k makes at most as many programs
 # Measured on an H200, where `choose` is slower: (bytes per weight, N, K, gated, rows per program).
 TUNED: dict[tuple[int, int, int, bool, int], Tiling] = {
@@ -84,7 +86,8 @@ def choose(size: int, outputs: int, columns: int, gated: bool, rows: int) -> Til
     if found is not None:
         return found
     whole = size == torch.float32.itemsize
-    if rows > ROWS and (whole or (rows == max(MANY_ROWS) and not gated)):
+    head = outputs >= LEAST_HEAD and not gated
+    if rows > ROWS and (whole or head or (rows == max(MANY_ROWS) and not gated)):
         return None
     if INTERPRETED:
         return replace(EMULATED, rows=rows)
@@ -99,7 +102,7 @@ def choose(size: int, outputs: int, columns: int, gated: bool, rows: int) -> Til
         step = max(128, 1 << (columns - 1).bit_length())
         return Tiling(16, step, warps, 1, rows=8, slices=warps)
     # With 64 lines a warpgroup uses wgmma, and fewer programs read the states.
-    tile = Tiling(32, 128, 4, 4, rows) if gated else Tiling(64, 128, 4, 4 if outputs >= 16384 else 6, rows)
+    tile = Tiling(32, 128, 4, 4, rows) if gated else Tiling(64, 128, 4, 4 if head else 6, rows)
     programs, parts = triton.cdiv(outputs // 2 if gated else outputs, tile.outputs), 1
     while 2 * parts * programs <= MULTIPROCESSORS and columns >= 4 * parts * tile.columns:
         parts *= 2

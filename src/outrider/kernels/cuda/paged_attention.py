@@ -4,7 +4,7 @@ A program takes a tile of queries (some tokens of one row, all query heads of on
 keys that are aligned to absolute positions. Key tiles are combined into chunks, chunks into the result; those outside a
 query's range change none of its bits. In a batch-invariant layer all chunks have the same length and are combined in
 ascending order. So a token's result does not depend on its batch, on the width of the page table, or on how the chunks
-of a row are split over programs. In other layers each program takes one chunk. Wide tiles, for long prompts, use none.
+of a row are split over programs. In other layers a program has one chunk: its share of the keys, or all of them.
 """
 
 from __future__ import annotations
@@ -46,11 +46,10 @@ BUSY = 256  # programs that fill the GPU: with fewer, the chunks of a row are sp
 SCRATCH = 1 << 28  # largest scratch memory of split chunks, bytes
 # Programs above which tiles of fewer keys are faster: of these four fit on a multiprocessor of an H200, of others two
 # or three. Microseconds of a layer of 8B: 64 texts of 128 tokens 15 instead of 20, of 1,000 tokens 68 instead of 81, 32
-# texts with five new tokens each 13.6 instead of 15.9; but 32 texts of 320 tokens, 320 programs, 21 instead of 19.
-MANY, SMALL = 396, 32
-MOST_TOKENS = (
-    256  # of a step with such tiles: for longer steps, which are not captured, nothing would compile the kernel
-)
+# texts with five new tokens each 13.6 instead of 16.0; but 32 texts of 320 tokens, 320 programs, 21 instead of 19.
+# Steps of more than MOST_TOKENS keep the others: those with prompts are not captured, so nothing would compile the
+# kernel before the first request, and for 64 texts with five new tokens each no difference was found.
+MANY, SMALL, MOST_TOKENS = 396, 32, 256
 WARPS, STAGES = 4, 5  # stages: page table, then keys and values two tiles ahead
 LARGE, LARGE_WARPS, LARGE_STAGES = 128, 8, 3  # the same for heads of more than LARGE dimensions and for wide tiles
 LINES_PER_WARP = 16  # of wide tiles of smaller heads
