@@ -106,7 +106,7 @@ def test_attention_is_that_of_the_reference(name: str) -> None:
 @pytest.mark.parametrize("many", [1, 1 << 20], ids=["small tiles", ""])
 def test_many_rows_some_of_them_without_tokens(name: str, many: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """More rows than are read at a time, and texts of several tiles of keys."""
-    monkeypatch.setattr(paged_attention, "MANY", many)
+    monkeypatch.setattr(paged_attention, "MANY_PROGRAMS", many)
     heads = replace(SEEN[name], batch_invariant=False)
     batch = inputs.random_batch(inputs.generator(6), [(0 if row % 10 else 150, row % 3) for row in range(70)])
     pages, queries = storage(batch, heads, torch.bfloat16), random_queries(batch, heads)
@@ -117,7 +117,7 @@ def test_many_rows_some_of_them_without_tokens(name: str, many: int, monkeypatch
 def test_tiles_of_few_keys_are_those_of_steps_that_are_always_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The warm-up compiles kernels in captured steps; longer ones with prompts are not captured."""
     assert paged_attention.MOST_TOKENS <= graphs.MAX_TOKENS
-    monkeypatch.setattr(paged_attention, "MANY", 1)
+    monkeypatch.setattr(paged_attention, "MANY_PROGRAMS", 1)
     heads = replace(HEADS, batch_invariant=False)
     found: list[int] = []
 
@@ -129,7 +129,7 @@ def test_tiles_of_few_keys_are_those_of_steps_that_are_always_captured(monkeypat
         batch = carried(inputs.random_batch(inputs.generator(6), [(0, count)] * 64))
         pages = inputs.copy_pages(storage(batch, heads, torch.bfloat16), DEVICE)
         paged_attention.paged_attention(random_queries(batch, heads).to(DEVICE), heads, batch, pages)
-    assert found[0] == paged_attention.SMALL < found[1]
+    assert found[0] == paged_attention.FEW_KEYS < found[1]
 
 
 @pytest.mark.parametrize("name", ["fast", "soft cap", "sinks", "hidden", "blocks", "anchored", "three heads of 80"])

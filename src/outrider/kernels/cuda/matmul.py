@@ -81,17 +81,17 @@ def tiling(matrix: Matrix, gated: bool, tokens: int) -> Tiling | None:
 
 @cache
 def choose(size: int, outputs: int, columns: int, gated: bool, rows: int) -> Tiling | None:
-    """Return the tiling of a matrix by its form: measured on an H200 in chains of layers of 0.5B to 14B."""
+    """Return the tiling of a matrix by its form, None for cuBLAS: measured on an H200 in layers of 0.5B to 14B."""
     found = None if INTERPRETED else TUNED.get((size, outputs, columns, gated, rows))
     if found is not None:
         return found
-    whole = size == torch.float32.itemsize
-    head = outputs >= LEAST_HEAD and not gated
-    if rows > ROWS and (whole or head or (rows == max(MANY_ROWS) and not gated)):
+    is_fp32 = size == torch.float32.itemsize
+    is_head = outputs >= LEAST_HEAD and not gated
+    if rows > ROWS and (is_fp32 or is_head or (rows == max(MANY_ROWS) and not gated)):
         return None
     if INTERPRETED:
         return replace(EMULATED, rows=rows)
-    if whole:
+    if is_fp32:
         return Tiling(16, 64, 4, 3)
     if rows == max(MANY_ROWS):
         tiles = Tiling(64, 128, 8, 4, rows), Tiling(128, 64, 8, 4, rows)
@@ -102,7 +102,7 @@ def choose(size: int, outputs: int, columns: int, gated: bool, rows: int) -> Til
         step = max(128, 1 << (columns - 1).bit_length())
         return Tiling(16, step, warps, 1, rows=8, slices=warps)
     # With 64 lines a warpgroup uses wgmma, and fewer programs read the states.
-    tile = Tiling(32, 128, 4, 4, rows) if gated else Tiling(64, 128, 4, 4 if head else 6, rows)
+    tile = Tiling(32, 128, 4, 4, rows) if gated else Tiling(64, 128, 4, 4 if is_head else 6, rows)
     programs, parts = triton.cdiv(outputs // 2 if gated else outputs, tile.outputs), 1
     while 2 * parts * programs <= MULTIPROCESSORS and columns >= 4 * parts * tile.columns:
         parts *= 2

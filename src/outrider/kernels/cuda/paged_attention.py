@@ -49,7 +49,7 @@ SCRATCH = 1 << 28  # largest scratch memory of split chunks, bytes
 # texts with five new tokens each 13.6 instead of 16.0; but 32 texts of 320 tokens, 320 programs, 21 instead of 19.
 # Steps of more than MOST_TOKENS keep the others: those with prompts are not captured, so nothing would compile the
 # kernel before the first request, and for 64 texts with five new tokens each no difference was found.
-MANY, SMALL, MOST_TOKENS = 396, 32, 256
+MANY_PROGRAMS, FEW_KEYS, MOST_TOKENS = 396, 32, 256
 WARPS, STAGES = 4, 5  # stages: page table, then keys and values two tiles ahead
 LARGE, LARGE_WARPS, LARGE_STAGES = 128, 8, 3  # the same for heads of more than LARGE dimensions and for wide tiles
 LINES_PER_WARP = 16  # of wide tiles of smaller heads
@@ -183,8 +183,8 @@ def paged_attention(
             torch.empty((tokens, 2), dtype=torch.int32, device=device),
         )
     block = _block(padded * max(dtype.itemsize, 2))  # quantized keys become halves
-    if programs > MANY and tokens <= MOST_TOKENS and not (wide or heads.batch_invariant):
-        block = min(block, SMALL)
+    if programs > MANY_PROGRAMS and tokens <= MOST_TOKENS and not (wide or heads.batch_invariant):
+        block = min(block, FEW_KEYS)
     shape = HeadShape(heads.count, heads.kv, heads.size, padded, page, pages.key_scales is not None)
     _attend[(programs, 1, strips)](
         queries,
