@@ -50,7 +50,7 @@ def test_a_server_that_goes_away_is_reported_and_awaited(llm, outrider, monkeypa
             if pauses == 3:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(top.time, "sleep", sleep)
+        monkeypatch.setattr(top, "sleep", sleep)  # not `time.sleep`: other threads use it
         done = outrider("top", url, "--json")
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["health"] for line in lines] == [
@@ -71,7 +71,7 @@ def test_the_view_keeps_the_last_figures_of_a_lost_server(llm, outrider, monkeyp
                 raise KeyboardInterrupt
             action()
 
-        monkeypatch.setattr(top.time, "sleep", sleep)
+        monkeypatch.setattr(top, "sleep", sleep)  # not `time.sleep`: other threads use it
         done = outrider("top", url)
     assert "tiny" in done.stdout and "no answer (Connection refused): trying again" in done.stdout
     assert done.exit_code == 130

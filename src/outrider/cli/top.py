@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import time
 from contextlib import nullcontext
+from time import sleep
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -46,7 +46,7 @@ def top(
     try:
         history.add(server.read())
         if once:
-            time.sleep(interval)
+            sleep(interval)
             history.add(server.read())
     except UnreachableError as error:
         raise UserError(f"`{server.url}` does not answer ({error}): start `outrider serve`, or pass its URL") from None
@@ -77,7 +77,7 @@ def watch(history: History, server: Server, interval: float, json: bool) -> None
                 live.update(frame(history, server, lost), refresh=True)
             else:
                 screen.print(frame(history, server, lost))
-            time.sleep(interval)
+            sleep(interval)
             try:
                 history.add(server.read())
                 lost = None
