@@ -116,8 +116,8 @@ class Runner:
                 self._compact(rows, [0], [0], SampledTokens([single.tokens], [single.indices], {}), states)
             return TargetResult(outcomes, AuxStates(aux_layers, states), {}, {}, single.recorded)
         sampling = [index for index, row in enumerate(rows) if row.sample]
-        batch, inputs = self.gather(rows), self.sampler.prepare([rows[index] for index in sampling])
-        hidden, states = self.forward(batch, aux_layers)  # [T, E] each
+        hidden, states = self.forward(self.gather(rows), aux_layers)  # [T, E] each
+        inputs = self.sampler.prepare([rows[index] for index in sampling])
         begins = list(accumulate((row.size for row in rows[:-1]), initial=0))  # index of each row's first token
         prompts = {
             i: self._prompt_logprobs(hidden, row, begins[i]) for i, row in enumerate(rows) if needs_prompt_logprobs(row)

@@ -50,7 +50,7 @@ class Sampler:
         self._set_requests([])
 
     def prepare(self, rows: list[Row]) -> SamplerInput:
-        """Prepare sampling on the host, before the model runs: on a GPU the two overlap."""
+        """Prepare sampling on the host, after the launch of the model's pass: on a GPU the two overlap."""
         requests = [row.request for row in rows]
         if self._requests != requests:
             self._set_requests(requests)
