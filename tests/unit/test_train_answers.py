@@ -204,8 +204,8 @@ def test_a_full_disk_keeps_flushed_answers(llm: LLM, write: Callable[..., Store]
     def stingy(handle: int, content: memoryview) -> int:
         if stat.S_ISREG(os.fstat(handle).st_mode):  # other threads write to pipes
             left[0] -= len(content)
-        if left[0] < 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if left[0] < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(handle, content)
 
     monkeypatch.setattr(answers, "FLUSH_SECONDS", 0.0)
