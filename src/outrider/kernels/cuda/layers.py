@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from ..kv_quantization import key_factors
 from ..recurrence import LayerStates
 from ..structures import Activation, AttentionWeights, Batch, LayerPages, MlpWeights
+from . import decode_attention
 from .device import DEVICE, on_device
 from .lora import LoraSlots, add_lora
 from .matmul import gated_matmul, matmul
@@ -45,6 +46,7 @@ class AttentionLayer:
     qkv_lora: tuple[LoraSlots, ...] = ()  # of queries, keys and values; empty: adapters are off
     output_lora: tuple[LoraSlots, ...] = ()
     gate: Matrix | None = None  # [H * D, E]
+    counters: Tensor = field(default_factory=decode_attention.share_counters)
 
 
 def attention_layer(
@@ -130,10 +132,17 @@ def attention(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages)
     """Run `project_qkv` and `attend`, fused for short causal chains."""
     projected = _project(x, layer, batch)
     if _fusable(layer, batch):
-        mixed = paged_attention(projected, layer.heads, batch, pages, layer.output.compute, layer.rope)  # [T, H * D]
+        mixed = _rotate_and_attend(projected, layer, batch, pages)  # [T, H * D]
         _add_output(mixed, layer, batch, x)
     else:
         attend(rotate_and_store(projected, layer.heads.count, layer.rope, batch, pages), layer, batch, pages, x)
+
+
+def _rotate_and_attend(projected: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> Tensor:
+    heads, result = layer.heads, layer.output.compute
+    if decode_attention.serves(heads, batch, pages):
+        return decode_attention.decode_attention(projected, heads, batch, pages, result, layer.rope, layer.counters)
+    return paged_attention(projected, heads, batch, pages, result, layer.rope)
 
 
 def attend(q: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages, x: Tensor) -> None:

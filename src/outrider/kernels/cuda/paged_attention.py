@@ -28,6 +28,7 @@ from .rope import (
     Tokens,
     kv_pages,
     load_angles,
+    load_new_tokens,
     rotated,
     store_kv,
     store_row_kv,
@@ -240,7 +241,7 @@ def paged_attention(
             heads.sinks,
             tokens,
             stored,
-            at_once=1 if heads.batch_invariant else COMBINED,
+            at_once=1 if heads.batch_invariant else min(COMBINED, triton.next_power_of_2(stored)),
             shape=shape,
             num_warps=4,
             enable_fp_fusion=False,
@@ -314,9 +315,7 @@ def _attend(
     base = lowest // chunk if variant.balanced else 0  # the chunk with index 0 in `parts`
     if new_rows > 0:
         cosine, sine = load_angles(tables, batch.positions, own, valid, limit, shape)  # [tile, D]
-        new = token + tl.arange(0, new_rows)  # the tile's tokens
-        new_cosine, new_sine = load_angles(tables, batch.positions, new, new < end, limit, shape)  # [new_rows, D]
-        slot = tl.load(batch.slots + new, mask=new < end, other=-1)
+        new = load_new_tokens(tables, batch, token, end, limit, shape, new_rows)  # the tile's tokens
     wait()  # no kernel of a pass writes the batch and the tables, which were read so far
     if split:
         here = tl.program_id(2)
@@ -333,7 +332,7 @@ def _attend(
     if new_rows > 0:
         store_row_kv(queries, pages, key_factors, tables, batch, begin, token, limit, kv_head, shape, new_rows)
         query = rotated(queries, own * (heads + 2 * kv_heads) + head, valid, cosine, sine, shape)
-        store_kv(queries, pages, key_factors, new, slot, new_cosine, new_sine, kv_head, shape)
+        store_kv(queries, pages, key_factors, new, kv_head, True, shape)
         tl.debug_barrier()  # other threads of this program read the stored KV
     else:
         query = tl.load(queries + at, mask=inside, other=0.0)
@@ -574,23 +573,31 @@ def softmax_step(
     at = row[:, None] * size + dim[None, :]
     inside = needed[:, None] & (dim < size)[None, :]
     key = tl.load(pages.k + at, mask=inside, other=0.0).to(query.dtype)  # [block, D]
-    score = multiply(query, tl.trans(key), tl.zeros([query.shape[0], row.shape[0]], tl.float32))
+    key_scale = None
     if shape.scaled:
-        score = score * tl.load(pages.k_scales + row, mask=needed, other=0.0)[None, :]
-    if has_cap:
-        score = capped(score, soft_cap)
-    if seen is not None:
-        score = tl.where(seen, score, float("-inf"))
-    higher = tl.maximum(top, tl.max(score, 1))
-    base = tl.where(higher == float("-inf"), 0.0, higher)
-    kept = tl.exp2(top - base)
-    weight = tl.exp2(score - base[:, None])
+        key_scale = tl.load(pages.k_scales + row, mask=needed, other=0.0)
+    higher, kept, weight = weigh(query, key, key_scale, seen, top, soft_cap, has_cap)
     total = total * kept + tl.sum(weight, 1)
     value = tl.load(pages.v + at, mask=inside, other=0.0).to(query.dtype)  # [block, D]
     if shape.scaled:
         weight = weight * (tl.load(pages.v_scales + row, mask=needed, other=0.0) * SCALE_UNIT)[None, :]
     mixed = multiply(weight.to(value.dtype), value, mixed * kept[:, None])
     return higher, total, mixed
+
+
+@triton.jit
+def weigh(query, key, key_scale, seen, top, soft_cap, has_cap: tl.constexpr):
+    """Score a tile of keys [block, D]: return the largest scores so far, the factor of earlier weights, the weights."""
+    score = multiply(query, tl.trans(key), tl.zeros([query.shape[0], key.shape[0]], tl.float32))
+    if key_scale is not None:
+        score = score * key_scale[None, :]
+    if has_cap:
+        score = capped(score, soft_cap)
+    if seen is not None:
+        score = tl.where(seen, score, float("-inf"))
+    higher = tl.maximum(top, tl.max(score, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    return higher, tl.exp2(top - base), tl.exp2(score - base[:, None])
 
 
 @triton.jit

@@ -60,6 +60,24 @@ class Tokens(NamedTuple):
     page_tables: Tensor
 
 
+class NewTokens(NamedTuple):
+    """Tokens of this step whose keys and values a program rotates."""
+
+    token: tl.tensor  # [n]
+    slot: tl.tensor  # -1: not stored, or beyond the last token
+    cosine: tl.tensor  # [n, D]
+    sine: tl.tensor
+
+
+class Keys(NamedTuple):
+    """Keys and values of one head, as they are stored."""
+
+    k: tl.tensor  # [n, D]
+    v: tl.tensor
+    k_scale: tl.tensor  # [n] f32; 1 or 0 if pages have no scales
+    v_scale: tl.tensor
+
+
 class HeadShape(NamedTuple):
     """Constants of a kernel: the heads of a layer and its pages."""
 
@@ -220,12 +238,15 @@ def kv_number(heads, factor, dtype: tl.constexpr):
 
 @triton.jit
 def store_heads(target, scales, row, heads, inside, kept, dim, size: tl.constexpr, scaled: tl.constexpr):
-    """Store heads [n, D] at rows [n] of the pages, quantized if `scaled`."""
+    """Store heads [n, D] at rows [n] of the pages, quantized if `scaled`; return what is stored, and the scales."""
+    scale = kept.to(tl.float32)
     if scaled:
         scale, factor = kv_scale(tl.max(tl.abs(heads), 1), tl.sum(heads * 0.0, 1), target.dtype.element_ty)
         tl.store(scales + row, scale, mask=kept)
         heads = kv_number(heads, factor, target.dtype.element_ty)
-    tl.store(target + row[:, None] * size + dim[None, :], heads.to(target.dtype.element_ty), mask=inside)
+    stored = heads.to(target.dtype.element_ty)
+    tl.store(target + row[:, None] * size + dim[None, :], stored, mask=inside)
+    return stored, scale
 
 
 @triton.jit
@@ -269,23 +290,38 @@ def rotated(projected, line, valid, cosine, sine, shape: tl.constexpr):
 
 
 @triton.jit
-def store_kv(projected, pages, key_factors, token, slot, cosine, sine, kv_head, shape: tl.constexpr):
-    """Store one head's rotated keys and values of tokens [n]; tokens without a slot are not read."""
+def load_new_tokens(tables, batch, first, end, limit, shape: tl.constexpr, count: tl.constexpr):
+    """Load what is known of the tokens from `first` to `end`, at most `count`, without their projected states."""
+    token = first + tl.arange(0, count)
+    valid = token < end
+    cosine, sine = load_angles(tables, batch.positions, token, valid, limit, shape)
+    slot = tl.load(batch.slots + token, mask=valid, other=-1)
+    return NewTokens(token, slot, cosine, sine)
+
+
+@triton.jit
+def store_kv(projected, pages, key_factors, new, kv_head, stores, shape: tl.constexpr):
+    """Store one head's rotated keys and values of new tokens if `stores`; return them as they are stored.
+
+    Tokens without a slot are not read.
+    """
     heads: tl.constexpr = shape.heads
     kv_heads: tl.constexpr = shape.kv_heads
     size: tl.constexpr = shape.size
     page: tl.constexpr = shape.page
     dim = tl.arange(0, shape.padded)
-    kept = slot >= 0
-    inside = kept[:, None] & (dim < size)[None, :]
-    line = token.to(tl.int64) * (heads + 2 * kv_heads) + heads + kv_head  # queries, then keys, then values
-    key = rotated(projected, line, kept, cosine, sine, shape)
+    known = new.slot >= 0
+    inside = known[:, None] & (dim < size)[None, :]
+    line = new.token.to(tl.int64) * (heads + 2 * kv_heads) + heads + kv_head  # queries, then keys, then values
+    value = tl.load(projected + (line + kv_heads)[:, None] * size + dim[None, :], mask=inside, other=0.0)
+    key = rotated(projected, line, known, new.cosine, new.sine, shape)
     if key_factors is not None:
         key = key / tl.load(key_factors + kv_head * size + dim, mask=dim < size, other=1.0)[None, :]
-    value = tl.load(projected + (line + kv_heads)[:, None] * size + dim[None, :], mask=inside, other=0.0)
-    row = (slot // page).to(tl.int64) * (kv_heads * page) + kv_head * page + slot % page  # [n]
-    store_heads(pages.k, pages.k_scales, row, key, inside, kept, dim, size, shape.scaled)
-    store_heads(pages.v, pages.v_scales, row, value, inside, kept, dim, size, shape.scaled)
+    row = (new.slot // page).to(tl.int64) * (kv_heads * page) + kv_head * page + new.slot % page  # [n]
+    kept, stored = known & stores, inside & stores
+    key, k_scale = store_heads(pages.k, pages.k_scales, row, key, stored, kept, dim, size, shape.scaled)
+    value, v_scale = store_heads(pages.v, pages.v_scales, row, value, stored, kept, dim, size, shape.scaled)
+    return Keys(key, value, k_scale, v_scale)
 
 
 @triton.jit
@@ -304,8 +340,5 @@ def store_row_kv(
 ):
     """Call `store_kv` for all tokens from `begin` to `end`, `step` at a time."""
     for each in range(loop_bound(begin), loop_bound(end), step):
-        token = each + tl.arange(0, step)
-        valid = token < end
-        cosine, sine = load_angles(tables, batch.positions, token, valid, limit, shape)
-        slot = tl.load(batch.slots + token, mask=valid, other=-1)
-        store_kv(projected, pages, key_factors, token, slot, cosine, sine, kv_head, shape)
+        new = load_new_tokens(tables, batch, each, end, limit, shape, step)
+        store_kv(projected, pages, key_factors, new, kv_head, True, shape)
