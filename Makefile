@@ -116,7 +116,8 @@ sanitize-cuda:
 	compute-sanitizer --error-exitcode 1 $(gpu_python) tools/sanitize_kernels.py
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=src OUTRIDER_TEST_BACKENDS=cuda \
 	compute-sanitizer --error-exitcode 1 $(gpu_python) -m pytest -q \
-	tests/kernels/cuda/test_cuda_attention.py tests/kernels/cuda/test_cuda_matmul.py tests/kernels/cuda/test_cuda_e4m3.py
+	tests/kernels/cuda/test_cuda_attention.py tests/kernels/cuda/test_cuda_decode_attention.py \
+	tests/kernels/cuda/test_cuda_matmul.py tests/kernels/cuda/test_cuda_e4m3.py
 
 quick-check: $(VENV)/.developer
 	$(bin)/ruff check $(sources)

@@ -17,7 +17,7 @@ from .interface import Device, Result
 log = logging.getLogger(__name__)
 PADDING = ((16, 8), (64, 16), (256, 32), (1024, 128))  # (largest size, distance between padded sizes up to it)
 MAX_GRAPHS = 4096  # graphs kept; one more drops all of them, since shapes that came once rarely come again
-MIN_PAGES = 32  # entries of a page table: up to 512 tokens attention is not split
+MIN_PAGES = 32  # entries of a page table: decode steps up to 512 tokens have an attention kernel of their own
 # Entries of wider ones: beyond MIN_PAGES attention is split by the length of a text, not by the width of its table.
 # They take the host longer to fill, 0.4 instead of 0.2 ms for 64 texts, once in a run of many steps.
 WIDE_PAGES = 8192

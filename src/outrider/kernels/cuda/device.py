@@ -5,9 +5,10 @@ released it or ended. A kernel that is launched with LAUNCH calls `wait` before 
 of the pass reads or writes. `wait` returns when the kernel before has ended; that one has waited too, so all earlier
 kernels have ended. Before it, a kernel may load weights, which no kernel writes.
 
-Rope and attention also load the batch before they wait: its writer has ended by then, because a kernel releases the
-next one after its own wait. Norms and `split_row` alone release before it, so that the matmul behind them loads weights
-meanwhile. So neither may follow the writer of a batch directly, with rope or attention behind it.
+Rope and attention also load the batch before they wait, and decode attention the keys of earlier steps: their
+writers have ended by then, because a kernel releases the next one after its own wait. Norms and `split_row` alone
+release before it, so that the matmul behind them loads weights meanwhile. So neither may follow the writer of a batch
+or of keys directly, with rope or attention behind it.
 
 Kernels without PDL keep the usual order.
 """
