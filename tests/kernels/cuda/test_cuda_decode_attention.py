@@ -7,7 +7,17 @@ from itertools import pairwise
 
 import pytest
 import torch
-from test_cuda_rope_attention import FACTORS, HEADS, ONE, SINKS, Rows, carried, random_projected, random_rope
+from test_cuda_rope_attention import (
+    FACTORS,
+    HEADS,
+    ONE,
+    SINKS,
+    Rows,
+    carried,
+    random_projected,
+    random_rope,
+    random_storage,
+)
 from torch import Tensor
 from triton.runtime.interpreter import interpreter_builder
 
@@ -65,16 +75,6 @@ def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         forwards(*(size - 1 - at for size, at in zip(interpreter_builder.grid_dim, index, strict=True)))
 
     monkeypatch.setattr(interpreter_builder, "set_grid_idx", set_grid_idx)
-
-
-def random_storage(batch: Batch, heads: Heads, dtype: torch.dtype) -> LayerPages:
-    """Return pages in which NaN stands where the step stores."""
-    shape = Shape(heads=heads.count, kv_heads=heads.kv, head_dim=heads.size)
-    pages = inputs.random_pages(inputs.generator(3), batch, shape, dtype)
-    slots = batch.slots[batch.slots >= 0].long()
-    for kept in (pages.keys, pages.values) if pages.key_scales is None else pages.tensors[2:]:
-        kept[slots // PAGE, :, slots % PAGE] = torch.nan
-    return pages
 
 
 def run(projected: Tensor, heads: Heads, batch: Batch, before: LayerPages) -> tuple[Tensor, ...]:
