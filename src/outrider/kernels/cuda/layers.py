@@ -46,7 +46,7 @@ class AttentionLayer:
     qkv_lora: tuple[LoraSlots, ...] = ()  # of queries, keys and values; empty: adapters are off
     output_lora: tuple[LoraSlots, ...] = ()
     gate: Matrix | None = None  # [H * D, E]
-    counters: Tensor = field(default_factory=decode_attention.share_counters)
+    counters: Tensor = field(default_factory=decode_attention.share_counters)  # of programs that share a text
 
 
 def attention_layer(
